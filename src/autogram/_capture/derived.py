@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autogram._blocks import Block, Columns, Kernels, Region
+from autogram._blocks import Block, Columns, Factors, Kernels, Region
 from autogram._blocks.kernels.paths import unused_labels
 from autogram._capture.autograd.cotangents import many_vjps
 from autogram._capture.autograd.graph import (
@@ -26,6 +26,7 @@ from autogram._capture.autograd.graph import (
     kind_of_node,
     nodes_behind,
 )
+from autogram._capture.from_graph.comparing import gives_the_same
 from autogram._capture.places.transfers.step import signed
 from autogram._capture.recording import Channel
 from autogram._capture.tracked import Tracked
@@ -43,16 +44,29 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
     """
     sources = derived.sources
     is_plain = all(x.is_leaf and x.device == derived.device for x in sources)
-    if not (derived.is_recorded and is_plain):
+    if not (is_plain and (derived.is_recorded or channel.reads_graph)):
         return None
     assert derived.edge is not None
     factors, has_formula = columns.found(), _is_known
     if columns.is_of_rows:
         has_formula = partial(_keeps_few, is_alone=len(factors) == len(sources) == 1)
     with explaining_freed_graphs(derived.edge):
-        nodes = nodes_behind(derived.edge)
+        nodes = [*nodes_behind(derived.edge)]
         if not all(hasattr(x, "variable") or has_formula(x) for x in nodes):
             return None
+    by_formulas = partial(_pull_back_all, channel, derived, kernels=columns.kernels)
+    if channel.reads_graph and not gives_the_same(
+        channel, derived, nodes, columns.kernels, by_formulas
+    ):
+        return None
+    return by_formulas(factors)
+
+
+def _pull_back_all(
+    channel: Channel, derived: Tracked, factors: Iterable[Factors], kernels: Kernels
+) -> Pulled | None:
+    """The blocks of the parameters, if all nodes on the way have formulas that hold."""
+    assert derived.edge is not None
     whole = Region.contiguous(derived.shape)
     pulled: Pulled = []
     for region, block in factors:
@@ -64,10 +78,10 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
         block = _relabelled(block, labels)
         try:
             with torch.no_grad(), explaining_freed_graphs(derived.edge):
-                pulled += _pull_back(channel, derived.edge, block, columns.kernels)
+                pulled += _pull_back(channel, derived.edge, block, kernels)
         except _UnknownError:
             return None
-    known_ids = {id(x) for x in sources}
+    known_ids = {id(x) for x in derived.sources}
     return [(leaf, block) for leaf, block in pulled if id(leaf) in known_ids]
 
 

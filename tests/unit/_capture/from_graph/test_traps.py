@@ -170,6 +170,28 @@ def test_weights_that_are_computed_from_a_parameter(weight_of: Callable[[Tensor]
     assert_steps_are_exact(lambda: model(x).square().sum(1), model)
 
 
+def test_hooks_on_what_is_computed_from_a_parameter() -> None:
+    """No node tells of such a hook."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.scale = nn.Parameter(batch(4, 4)), nn.Parameter(batch(4))
+            self.is_hooked = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.weight * self.scale
+            if self.is_hooked:
+                weight.register_hook(lambda g: g * g.new_tensor([1.0, -2.0, 0.5, 3.0]))
+            return x @ weight
+
+    model, x = Scaled(), batch(3, 4)
+    engine = Engine(model)
+    for is_hooked in (False, True, False):
+        model.is_hooked = is_hooked
+        assert_steps_are_exact(lambda: model(x).square().sum(1), model, engine=engine)
+
+
 def test_recurrent_layers() -> None:
     layers = nn.ModuleList([nn.LSTM(3, 4, 2, bidirectional=True), nn.GRU(8, 3), nn.RNN(3, 2)])
     x = batch(5, 4, 3)
