@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit slow kernels pretended programs unordered compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit slow kernels pretended programs unordered graph compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -74,6 +74,10 @@ programs: $(VENV)/.test  ## Run the unit tests with programs from the first step
 
 unordered: $(VENV)/.test  ## Run the unit tests with kernels that add up in any order, as on a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.unordered --numprocesses $(JOBS) \
+		--dist worksteal -m "not slow" $(PYTEST_ARGS)
+
+graph: $(VENV)/.test  ## Run the unit tests with uses that are read from autograd's graph
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.graph --numprocesses $(JOBS) \
 		--dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 compiled: $(VENV)/.test  ## Run the tests of compiled models, with inductor for those of the zoo

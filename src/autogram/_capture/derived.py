@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from autogram._blocks import Block, Columns, Factors, Kernels, Region
+from autogram._blocks import Block, Columns, Kernels, Region
 from autogram._blocks.kernels.paths import unused_labels
 from autogram._capture.autograd.cotangents import many_vjps
 from autogram._capture.autograd.graph import (
@@ -43,8 +43,8 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
     rows, if a node makes blocks dearer: rows are small then.
     """
     sources = derived.sources
-    is_plain = all(x.is_leaf and x.device == derived.device for x in sources)
-    if not (is_plain and (derived.is_recorded or channel.reads_graph)):
+    is_seen = derived.is_recorded or channel.reads_graph
+    if not (is_seen and all(x.is_leaf and x.device == derived.device for x in sources)):
         return None
     assert derived.edge is not None
     factors, has_formula = columns.found(), _is_known
@@ -54,22 +54,18 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
         nodes = [*nodes_behind(derived.edge)]
         if not all(hasattr(x, "variable") or has_formula(x) for x in nodes):
             return None
-    by_formulas = partial(_pull_back_all, channel, derived, kernels=columns.kernels)
-    if channel.reads_graph and not gives_the_same(
-        channel, derived, nodes, columns.kernels, by_formulas
-    ):
+    follow = partial(_follow, channel, derived)
+    if channel.reads_graph and not gives_the_same(channel, derived, nodes, columns, follow):
         return None
-    return by_formulas(factors)
+    return follow(columns)
 
 
-def _pull_back_all(
-    channel: Channel, derived: Tracked, factors: Iterable[Factors], kernels: Kernels
-) -> Pulled | None:
+def _follow(channel: Channel, derived: Tracked, columns: Columns) -> Pulled | None:
     """The blocks of the parameters, if all nodes on the way have formulas that hold."""
-    assert derived.edge is not None
-    whole = Region.contiguous(derived.shape)
+    whole, edge = Region.contiguous(derived.shape), derived.edge
+    assert edge is not None
     pulled: Pulled = []
-    for region, block in factors:
+    for region, block in columns.found():
         if not isinstance(block, Block) or region != whole.canonical:
             return None
         labels = ["1"] * len(whole.shape)
@@ -77,8 +73,8 @@ def _pull_back_all(
             labels[dim] = label
         block = _relabelled(block, labels)
         try:
-            with torch.no_grad(), explaining_freed_graphs(derived.edge):
-                pulled += _pull_back(channel, derived.edge, block, kernels)
+            with torch.no_grad(), explaining_freed_graphs(edge):
+                pulled += _pull_back(channel, edge, block, columns.kernels)
         except _UnknownError:
             return None
     known_ids = {id(x) for x in derived.sources}

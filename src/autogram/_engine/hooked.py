@@ -67,6 +67,7 @@ class Hooked:
         hooks = HookManager()
         parameters = Parameters(modules, hooks)
         self._channel = channel = Channel(parameters, parameters.left_out)
+        channel.reads_graph &= is_alone  # other processes run the same recorded calls
         self._limit = limit_of_bytes(memory_limit_bytes)
         kind = NotingSession if channel.reads_graph else Session
         self._session = session = kind(channel, parameters, Checkpoints())

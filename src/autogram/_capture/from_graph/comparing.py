@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Columns, Factors, Kernels, Region, rows_block
+from autogram._blocks import Block, Columns, Region, rows_block
 from autogram._capture.autograd.cotangents import many_vjps
 from autogram._capture.autograd.graph import dtypes_of
 from autogram._capture.recording import Channel
@@ -20,16 +20,17 @@ def gives_the_same(
     channel: Channel,
     derived: Tracked,
     nodes: Sequence[Any],
-    kernels: Kernels,
-    by_formulas: Callable[[list[Factors]], list[tuple[Tensor, Block]] | None],
+    columns: Columns,
+    follow: Callable[[Columns], list[tuple[Tensor, Block]] | None],
 ) -> bool:
     """Whether formulas give what a pass does for one cotangent: no hook on a tensor changes it."""
     assert derived.edge is not None
     numbers = torch.arange(1, prod(derived.shape) + 1, dtype=torch.float64, device=derived.device)
     row = (numbers * 1.618).sin().view(1, 1, *derived.shape).to(derived.dtype)
+    kernels = columns.kernels
     factors = Columns(Region.contiguous(derived.shape), kernels)
     factors.add(Region.contiguous(derived.shape), rows_block(row))
-    pulled = by_formulas(factors.found())
+    pulled = follow(factors)
     if pulled is None:
         return False
     each = {p: Columns(Region.of_parameter(p), kernels) for p in derived.sources}
@@ -37,8 +38,8 @@ def gives_the_same(
         each[parameter].add(Region.of_parameter(parameter), block)
     shown = many_vjps(channel, derived.edge, derived.sources, row[0])
     coarsest = max([torch.finfo(x).eps for x in dtypes_of(row, nodes)])
-    for columns, gradient in zip(each.values(), shown, strict=True):
-        rows = columns.rows()
+    for found, gradient in zip(each.values(), shown, strict=True):
+        rows = found.rows()
         if rows is None or gradient is None:
             return rows is None and gradient is None
         difference = torch.linalg.vector_norm(rows.flatten() - gradient.flatten().to(rows.dtype))
