@@ -38,9 +38,9 @@ def as_one_tensor(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor
     if batch_dim not in (0, "auto") or not _are_per_sample(parts):
         raise InvalidLossesError(
             f"The losses have the shapes {', '.join(str(tuple(part.shape)) for part in parts)}, "
-            f"and `batch_dim` is {batch_dim!r}. Several losses go together if each has one number, "
-            "or if the first dimension of each counts the same samples, where a sample without a "
-            "loss has zero. Of batches of their own, pass one tensor (`torch.cat`); of any losses, "
+            f"and `batch_dim` is {batch_dim!r}. Several losses fit together if each is one number, "
+            "or if the first dimension of each counts the same samples (use zero for a missing "
+            "loss). For different batches, pass one tensor (`torch.cat`); for any losses, "
             "pass `batch_dim=None` to `Engine`."
         )
     return torch.cat([part.unsqueeze(-1).flatten(1) for part in parts], 1)
@@ -145,7 +145,7 @@ def parts_of(losses: Losses) -> list[Tensor]:
             )
     if not losses:
         raise InvalidLossesError(
-            "There are no losses: the list or dict of them is empty. Pass one loss at least."
+            "There are no losses: the list or dict is empty. Pass at least one loss."
         )
     return list(losses.values() if isinstance(losses, Mapping) else losses)
 

@@ -118,10 +118,9 @@ class VerificationError(AutogramError, ArithmeticError):
         """The same error, where layouts were wrong since the first of two ``calls``."""
         return VerificationError(
             f"The results of the calls {calls[0]} to {calls[1]} of this engine are in doubt: the "
-            "places of the samples were remembered, and are not right any more. The samples "
-            "of such graphs count as mixed from now on. To go on, take the parameters from before "
-            "these calls; "
-            f'`Engine(..., verify="always")` would have found it at once. {self}',
+            "remembered places of the samples are wrong. To go on, take the parameters from before "
+            "these calls. From now on, the samples of such graphs count as mixed. "
+            f'`Engine(..., verify="always")` would have found this at once. {self}',
             gaps=self.gaps,
             is_of_samples=self.is_of_samples,
             is_late=True,

@@ -92,8 +92,8 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     names = {copies[x]: name for x, name in named.items() if x.requires_grad}
     if not names:
         raise RuleCheckError(
-            "No argument requires a gradient: pass the tensors that the rule has recipes for with "
-            "`requires_grad=True`."
+            "No argument requires a gradient: pass the tensors for which the rule has recipes "
+            "with `requires_grad=True`."
         )
     channel = Channel(lambda: names)
     recorder = Recorder(Tapping(channel.begin()))
@@ -106,7 +106,7 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     outputs = [tensor for tensor in tensors_in(computed) if tensor.requires_grad]
     if not outputs:
         raise RuleCheckError(
-            f"`{kind_of(function).name}` returned a {type(output).__name__}, and no tensor that "
+            f"`{kind_of(function).name}` returned a {type(output).__name__}, not a tensor that "
             "requires a gradient."
         )
     for tensor in outputs:
@@ -132,7 +132,7 @@ def _check_output(
                 rows = _rows_of_blocks(use, layout, cotangents[:count], saved, names)
             except Exception as error:
                 raise RuleCheckError(
-                    f"The rule of `{use.function}` gives no block {setting}: {error}"
+                    f"The rule of `{use.function}` fails to give a block {setting}: {error}"
                 ) from error
             for parameter, name in names.items():
                 gap = _gap(name, rows[parameter], expected[parameter][:count])
@@ -238,7 +238,7 @@ def _gap(name: str, found: Tensor | None, expected: Tensor) -> float:
     scale = float(expected.abs().max())
     if scale == 0:
         raise RuleCheckError(
-            f"The gradient of {name} is zero, so that the check shows nothing. Take other inputs."
+            f"The gradient of {name} is zero, so the check shows nothing. Take other inputs."
         )
     if found is None or found.shape != expected.shape:
         return math.inf

@@ -118,10 +118,10 @@ class Kept(ABC):
         elif self._versions != versions:
             raise ChangedTensorError(
                 "A tensor that the Jacobian is made of was changed in place since it was computed. "
-                "If an optimizer's step or an in-place operation did this: Call the Jacobian's "
-                "methods before, or compute the losses and the Jacobian again. If a custom "
-                "autograd Function or a hook did it to the gradient that it was given: Return a "
-                "new tensor there, `g * 2` and not `g.mul_(2)`."
+                "Call the Jacobian's methods before an optimizer's step or an in-place operation, "
+                "or compute the losses and the Jacobian again. If a custom autograd Function or a "
+                "hook changed its incoming gradient, return a new tensor there: `g * 2`, not "
+                "`g.mul_(2)`."
             )
 
 

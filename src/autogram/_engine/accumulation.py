@@ -45,7 +45,7 @@ class Accumulation:
         """
         if self._step is None or not self._is_open:
             raise InvalidOperandError(
-                "Losses are added outside of the block of `engine.accumulate`. Call `add` inside: "
+                "Losses are added outside the block of `engine.accumulate`. Call `add` inside: "
                 "`with engine.accumulate(weighting) as batch: batch.add(losses)`."
             )
         self._step.add(losses, retain_graph=retain_graph)
@@ -64,16 +64,16 @@ class Accumulation:
         """What the block has computed."""
         if self._found is None:
             raise InvalidOperandError(
-                "The Gramian and the weights of an accumulation are there behind its block, if "
-                "losses were added and no error was raised. Look at them after the `with` block."
+                "Look at the Gramian and the weights of an accumulation after its `with` block. "
+                "They exist if losses were added and no error was raised."
             )
         return self._found
 
     def __enter__(self) -> Self:
         if self._step is None or self._is_open:
             raise InvalidOperandError(
-                "A block of `engine.accumulate` is entered a second time. Call "
-                "`engine.accumulate(weighting)` for each step."
+                "Call `engine.accumulate(weighting)` for each step. This block of "
+                "`engine.accumulate` is entered a second time."
             )
         self._is_open = True
         return self

@@ -125,21 +125,21 @@ class Clipping(Hooked):
         """Refuses losses whose samples are not apart, and steps that several processes share."""
         if self._ranks is not None:
             raise UnsupportedError(
-                "`engine.clip` clips the samples of one process, and the engine is one of several "
+                "`engine.clip` clips the samples of one process, and the engine covers several "
                 "processes. Make an engine without `distributed` on each of them. Call `clip` "
-                "inside of `model.no_sync()`, and add up `.grad` by `torch.distributed.all_reduce`."
+                "inside `model.no_sync()`, and add up `.grad` with `torch.distributed.all_reduce`."
             )
         if is_exchanged(self._channel, losses):
             refuse_gradients("engine.clip")
         dim, shape = self._batch_dim, tuple(losses.shape)
         if dim is None:
             raise InvalidBatchDimError(
-                "`batch_dim` is None, so that the engine does not tell samples apart, and no bound "
-                "would hold for the influence of a sample. Pass `batch_dim=0` to `Engine`."
+                "`batch_dim` is None, so the engine does not tell samples apart, and cannot "
+                "bound the influence of a sample. Pass `batch_dim=0` to `Engine`."
             )
         if not shape:
             raise InvalidLossesError(
-                "The losses are one number, and the gradient of a whole batch would be clipped. "
+                "The losses are one number: the gradient of the whole batch would be clipped. "
                 "Keep one loss for each sample: `reduction='none'`, no `.mean()`."
             )
         samples = shape[0 if dim == "auto" else dim]
@@ -158,8 +158,8 @@ def _check_run(run: Run) -> None:
     if not are_apart and run.survey.losses.numel() > 1:
         raise MixedSamplesError(
             "The samples meet, as in BatchNorm in training mode: each loss depends on several "
-            "samples, and clipping would bound the influence of none. Nothing was added to "
-            "`.grad`. Call `.eval()` on such layers, or replace them, for instance by "
+            "samples, and clipping would not bound the influence of any sample. Nothing was added "
+            "to `.grad`. Call `.eval()` on such layers, or replace them, for instance by "
             "`nn.GroupNorm`. With `Engine(model, batch_dim=0)`, the error names the layer."
         )
     others = [x for x in run.survey.outside if x.requires_grad] if run.survey.losses.numel() else []
@@ -168,8 +168,8 @@ def _check_run(run: Run) -> None:
         raise UnsupportedError(
             f"The losses depend on leaves that require a gradient and are not among the engine's "
             f"parameters, of the shapes {shapes}. Their gradients would not be clipped. Pass the "
-            "modules that have them to `Engine`, too, or let them require none, by "
-            "`x.requires_grad_(False)` or `x.detach()` before the forward pass."
+            "modules that have them to `Engine`, too, or call `x.requires_grad_(False)` or "
+            "`x.detach()` before the forward pass."
         )
 
 
@@ -179,7 +179,7 @@ def _bounds_of(bound: Any, by: Grouping | None) -> float | dict[str, float]:
         return {name: _bound_of(each) for name, each in bound.items()}
     if by is not None:
         raise InvalidOperandError(
-            "Groups of parameters are given, and one bound. Pass a dict with a bound for each "
+            "Groups of parameters are given, but only one bound. Pass a dict with a bound for each "
             "group, or leave out `by` to clip the whole gradient."
         )
     return _bound_of(bound)
@@ -190,7 +190,7 @@ def _bound_of(bound: Any) -> float:
     is_single = isinstance(bound, Tensor) and bound.numel() == 1 and not bound.is_complex()
     if not (is_number(bound) or is_single) or not 0 < bound < inf:
         raise InvalidOperandError(
-            f"A bound of norms is {bound!r}. Pass a positive number, or a dict of such by group."
+            f"A bound of norms is {bound!r}. Pass a positive number, or a dict of them by group."
         )
     return float(bound)
 

@@ -139,8 +139,8 @@ class Hooked:
         if not self._drivers.last.is_settled:
             raise UnsupportedError(
                 "A step cannot be captured: no step was verified yet, or in the last one the "
-                "engine could not remember where the samples are. Run the step that is to be "
-                "captured eagerly first; pass `batch_dim=None` to `Engine` if that does not help."
+                "engine could not remember where the samples are. Run the step eagerly before "
+                "capturing it; pass `batch_dim=None` to `Engine` if that does not help."
             )
         self._replays.prepare({parameter.device for parameter in self._channel.parameters_now()})
 
@@ -200,9 +200,9 @@ class Hooked:
         """
         if self._ranks is None:
             raise InvalidOperandError(
-                "The engine computes the Gramian of this process alone, of which all weights are "
-                "its own. Make it with `Engine(model, distributed=True)`, or use the weights as "
-                "they are."
+                "The engine computes the Gramian of this process alone, to which all weights "
+                "belong. Make it with `Engine(model, distributed=True)`, or use the weights "
+                "unchanged."
             )
         own = self._ranks.own(weights)
         return own if self._form is None else weights_like(own, self._form, self._batch_dim)
@@ -223,7 +223,7 @@ class Hooked:
         if not self._remove.alive:
             raise RemovedEngineError(
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
-                "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
+                "block, or it is a copy or a pickle. Make a new one: `Engine(model)`."
             )
         # All ranks have to raise in the same call, however far their devices are.
         self._finite.check(waits=self._ranks is not None)

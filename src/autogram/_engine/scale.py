@@ -109,7 +109,7 @@ class Scale:
         numbers = {float(scale) for scale in self._scales}
         if len(numbers) > 1:
             raise InvalidOperandError(
-                "The scale has changed between the micro-batches of one step, whose losses have "
-                "different factors now. Call `scaler.update()` behind the block."
+                "Call `scaler.update()` after the block: the scale has changed between the "
+                "micro-batches of one step, and their losses have different factors."
             )
         return numbers.pop()

@@ -63,8 +63,8 @@ class Accumulating(MatrixForm):
             return
         if by is not None:
             raise InvalidOperandError(
-                "Groups of parameters are given, and one tensor of weights. Pass a dict of weights "
-                "for each group, or leave out `by`."
+                "Groups of parameters are given, but only one tensor of weights. Pass a dict with "
+                "weights for each group, or leave out `by`."
             )
         self._parts.weights_of(w)  # raises if the shape does not fit
         self._add(self._gradients_of(self._finite.usable(w, self.dtype)))
@@ -96,9 +96,9 @@ class Accumulating(MatrixForm):
         """Refuses to add to gradients where that is not possible now."""
         if running_pass() is not None:
             raise UnsupportedError(
-                "Gradients are to be added to `.grad` inside of a backward pass of an engine, by a "
-                "hook or a custom autograd Function. Such passes are made as often as samples are "
-                "looked for, and leave `.grad` as it was. Add them outside."
+                "A hook or a custom autograd Function adds gradients to `.grad` inside a backward "
+                "pass of an engine. The engine repeats such passes to look for samples, and they "
+                "leave `.grad` unchanged. Add them outside the pass."
             )
         check_addable({p: None for part in self._parts.each for p in part.columns}, self._names)
 

@@ -43,7 +43,7 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     for jacobian in jacobians:
         check_jacobian(jacobian)
     if not jacobians:
-        raise InvalidOperandError("There is no Jacobian to concatenate. Pass one at least.")
+        raise InvalidOperandError("There is no Jacobian to concatenate. Pass at least one.")
     first, *others = jacobians
     names = dict(first._names)
     for other in others:
@@ -53,8 +53,8 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     if len(set(names.values())) < len(names):
         name = next(name for name in names.values() if list(names.values()).count(name) > 1)
         raise InvalidOperandError(
-            f"The Jacobians have different parameters of the name `{name}`. Pass Jacobians of "
-            "one engine, or of engines on the same model."
+            f"The Jacobians have different parameters of the name `{name}`. Pass Jacobians from "
+            "one engine, or from engines on the same model."
         )
     parts = [part for jacobian in jacobians for part in jacobian._parts.each]
     is_exchanged = any(jacobian._is_exchanged for jacobian in jacobians)

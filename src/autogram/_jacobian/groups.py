@@ -41,6 +41,6 @@ def check_groups(what: str, values: Mapping[Any, Any], groups: Groups) -> None:
     ]
     raise InvalidOperandError(
         f"The dict of {what} does not fit the groups of parameters: {', and '.join(differences)}. "
-        "Pass an entry for each group that `by` gives; without `by`, each parameter is a group of "
-        "its own. What is for several tasks goes into one tensor `(m,)`."
+        "Pass an entry for each group that `by` gives; without `by`, each parameter is its own "
+        "group. Losses of several tasks take one tensor `(m,)`."
     )

@@ -115,8 +115,8 @@ class Jacobian(Accumulating):
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
             "A Jacobian cannot be copied or pickled: it is made of tensors of one forward pass, "
-            "and of the parameters of one model. Keep what its methods return, such as `gramian()` "
-            "or `rows(slice(None))`."
+            "and of the parameters of one model. Keep the results of its methods, such as "
+            "`gramian()` or `rows(slice(None))`."
         )
 
     def _at(self, device: torch.device) -> Jacobian:

@@ -59,13 +59,13 @@ class Operator(ABC):
         if not isinstance(operand, Tensor):
             raise InvalidOperandError(
                 f"An operand of `@` is a {type(operand).__name__}. Pass a flat tensor, in which "
-                "the parameters follow each other in the order of `names`. The methods `jvp` and "
-                "`vjp` have tensors by name."
+                "the parameters follow each other in the order of `names`. For tensors by name, "
+                "use the methods `jvp` and `vjp`."
             )
         check_numbers(operand, "An operand of `@`")
         if operand.dim() not in (1, 2) or operand.shape[dim] != size:
             raise InvalidOperandError(
-                f"The operator is {self.shape[0]} x {self.shape[1]}, and a tensor of shape "
+                f"The operator is {self.shape[0]} x {self.shape[1]}, but a tensor of shape "
                 f"{tuple(operand.shape)} is on its {side}. Pass `({size},)` or `{stack}`."
             )
 
@@ -113,8 +113,8 @@ class MatrixForm(Operator):
             chosen = numbers[index.cpu() if isinstance(index, Tensor) else index]
         if chosen is None or chosen.dim() > 1:
             raise InvalidOperandError(
-                f"The index {index!r} is not of rows alone. Pass a number, a slice, a list or a "
-                "mask `(m,)`, and take columns of the result: `jacobian[i][j]`."
+                f"The index {index!r} does not choose rows only. Pass a number, a slice, a list or "
+                "a mask `(m,)`, and take columns of the result: `jacobian[i][j]`."
             )
         rows = self._flat(self.rows(chosen).values(), len(chosen) if chosen.dim() else 1)
         return rows if chosen.dim() else rows[0]
@@ -138,8 +138,8 @@ class MatrixForm(Operator):
             return self.gramian() if operand.T is self else self.cross_gramian(operand.T)
         if isinstance(operand, MatrixForm):
             raise InvalidOperandError(
-                "The operands on both sides of `@` are Jacobians, whose rows are those of "
-                "objectives. Write `jacobian @ other.T` for inner products of the rows."
+                "Both operands of `@` are Jacobians, with one row for each objective. "
+                "Write `jacobian @ other.T` for inner products of the rows."
             )
         return self._product(operand)
 
@@ -160,7 +160,7 @@ class MatrixForm(Operator):
         place = torch.empty(0, device=device).device  # with its number, as those of tensors
         if place.type == "meta":
             raise InvalidOperandError(
-                "The device is `meta`, where tensors have no values. Pass a device that computes."
+                "The device is `meta`, where tensors have no values. Pass a real device."
             )
         return self._at(place)
 
@@ -236,8 +236,8 @@ class TransposedJacobian(Operator):
         if isinstance(operand, MatrixForm):
             n, _ = self.shape
             raise InvalidOperandError(
-                f"The matrix `J.T @ J` is {n} x {n}, and is not formed. Write its products with "
-                "vectors as `J.T @ (J @ v)`."
+                f"The matrix `J.T @ J` would be {n} x {n}, and is not formed. Write its products "
+                "with vectors as `J.T @ (J @ v)`."
             )
         return self._product(operand)
 
@@ -252,6 +252,6 @@ def check_jacobian(other: object) -> None:
     """Refuses what is no Jacobian."""
     if not isinstance(other, MatrixForm):
         raise InvalidOperandError(
-            f"A {type(other).__name__} was given where a Jacobian is needed. Pass what "
-            "`engine.jacobian` returns."
+            f"A {type(other).__name__} was given where a Jacobian is needed. Pass a result of "
+            "`engine.jacobian`."
         )

@@ -170,8 +170,8 @@ class Parts:
         """Refuses parts whose factors were moved elsewhere."""
         if self.place != other.place:
             raise InvalidOperandError(
-                "The factors of two Jacobians are on different devices. Pass one that was "
-                "moved: `first.cross_gramian(second.to(first.device))`."
+                "The factors of two Jacobians are on different devices. Pass a moved "
+                "Jacobian: `first.cross_gramian(second.to(first.device))`."
             )
 
     @cached_property

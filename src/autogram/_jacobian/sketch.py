@@ -56,14 +56,14 @@ class Sketch:
         given: object = other
         if not isinstance(given, Sketch):
             raise InvalidOperandError(
-                f"A {type(given).__name__} was given where a sketch is needed. Pass what "
-                "`engine.sketch` returns."
+                f"A {type(given).__name__} was given where a sketch is needed. Pass a result of "
+                "`engine.sketch`."
             )
         if (self.seed, self.dimensions) != (other.seed, other.dimensions):
             raise InvalidOperandError(
-                f"A sketch of {self.dimensions} dimensions with seed {self.seed} has no products "
-                f"with one of {other.dimensions} with seed {other.seed}: they are different "
-                "projections. Pass equal `dimensions` and `seed` for both."
+                f"A sketch of {self.dimensions} dimensions with seed {self.seed} cannot be "
+                f"multiplied with one of {other.dimensions} with seed {other.seed}: they are "
+                "different projections. Pass equal `dimensions` and `seed` for both."
             )
         return self._products(other)
 
@@ -98,8 +98,8 @@ class Sketching:
     def __post_init__(self) -> None:
         if not (is_integer(self.dimensions) and is_integer(self.seed)) or self.dimensions < 1:
             raise InvalidOptionError(
-                f"A sketch of {self.dimensions!r} dimensions with seed {self.seed!r} was asked "
-                "for. Pass integers, and one dimension at least."
+                f"A sketch of {self.dimensions!r} dimensions with seed {self.seed!r} was "
+                "requested. Pass integers, and at least one dimension."
             )
         self.dimensions, self.seed = int(self.dimensions), int(self.seed)
 

@@ -196,7 +196,7 @@ class _Call:
             if sum(x is tensor for x, _, _ in entered) > 1:
                 raise HookError(
                     "A module with a backward hook was given a tensor twice, and changed it in "
-                    "place: what each of the two arguments contributes cannot be told. Pass a "
+                    "place: the gradients of the two arguments cannot be separated. Pass a "
                     "clone of it, or let the module compute a new tensor."
                 )
             own = behind.get(id(alias))
@@ -276,7 +276,7 @@ class _Call:
         if len(chosen) != size:
             raise HookError(
                 f"A backward hook returned {len(chosen)} gradients for the {size} arguments of its "
-                "module. Return one for each of `grad_input`, or `None` to leave them as they are."
+                "module. Return one for each of `grad_input`, or `None` to leave them unchanged."
             )
         new = tuple([chosen[i] for i in collected])
         if any(x is not before for x, before in zip(new, gradients, strict=True)):
@@ -293,8 +293,8 @@ class _Call:
         """Says that a silent pass would differ from all others."""
         return UnsupportedError(
             f"A backward hook on a `{self._name}` has replaced gradients. An engine's passes do "
-            "not call it, so that their Jacobian is not that of `losses.backward`. Register the "
-            "function by PyTorch's `register_full_backward_hook`, which these passes call, or "
+            "not call it, so their Jacobian is not that of `losses.backward`. Register the "
+            "function with PyTorch's `register_full_backward_hook`, which these passes call, or "
             "deactivate it before the forward pass."
         )
 

@@ -113,7 +113,7 @@ class HookManager:
             if id(handle.module) in ids:
                 raise HookError(
                     f"`{handle.id}` is already registered as a {kind} hook. Register it once, "
-                    "and use `activate`; or remove that one: `manager.handles` finds it."
+                    "and use `activate`; or remove the first: `manager.handles` finds it."
                 )
         made = []
         for label, module in chosen.items():
@@ -229,7 +229,7 @@ class HookManager:
         if not handles and (wanted := described(filters)):
             there = [f"`{handle.id}` ({handle.kind})" for handle in self]
             raise HookError(
-                f"No hook fits {wanted}. "
+                f"No hook matches {wanted}. "
                 + (f"There are {listed(there)}. " if there else "None is registered. ")
                 + "Pass the module, the function, the kind or the `name` of a hook, as "
                 "`print(manager)` shows them, or a module around its module."

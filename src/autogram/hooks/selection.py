@@ -35,7 +35,7 @@ def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
         )
     elif where is not None:
         raise InvalidModulesError(
-            "`where` chooses among the modules inside of one module. Pass that module, or a list "
+            "`where` chooses among the modules inside one module. Pass that module, or a list "
             "of modules without `where`."
         )
     elif isinstance(modules, Mapping):
@@ -58,8 +58,8 @@ def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
     if not selected:
         some = "" if where is None else _names_in(modules)
         raise InvalidModulesError(
-            f"No module is chosen by {where!r}.{some} Pass a type, a pattern or a function that "
-            "fits at least one."
+            f"{where!r} chooses no module.{some} Pass a type, a pattern or a function that "
+            "matches at least one."
         )
     return selected
 
@@ -127,8 +127,8 @@ def check_function(function: Any, kind: HookKind, *, with_kwargs: bool) -> None:
         raise HookError(f"A {type(function).__name__} was given as a hook. Pass a function.")
     if kind == "backward" and with_kwargs:
         raise HookError(
-            "A backward hook is given gradients, those of keyword arguments behind the others in "
-            "`grad_input`. Leave out `with_kwargs`."
+            "Leave out `with_kwargs`: a backward hook receives gradients, and those of keyword "
+            "arguments come after the others in `grad_input`."
         )
     wanted = _SIGNATURES[kind]
     other = "" if with_kwargs or kind == "backward" else ", or pass `with_kwargs=True`"

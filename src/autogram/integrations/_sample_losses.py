@@ -46,9 +46,9 @@ def losses_by_function(
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLossesError(
-                f"`compute_loss_func` is called for each sample, and returns {what} in place of "
-                "one number. Return a mean or a sum from it, or losses of your own from an "
-                "override of `JacobianTrainer.compute_losses`."
+                f"`compute_loss_func` is called for each sample, and returns {what} instead of "
+                "one number. Return a mean or a sum from it, or override "
+                "`JacobianTrainer.compute_losses`."
             )
         losses.append(loss.reshape(()))
     return torch.stack(losses)
@@ -82,8 +82,8 @@ def losses_by_labels(
         raise InvalidLossesError(
             f"There are logits of shape {tuple(logits.shape)} and labels of shape "
             f"{tuple(labels.shape)} and dtype {labels.dtype}, and `label_smoothing_factor` is "
-            f"{smoothing}. Return losses of your own from an override of "
-            "`JacobianTrainer.compute_losses`."
+            f"{smoothing}. Override `JacobianTrainer.compute_losses`, and return your own "
+            "losses from it."
         )
     if is_shifted and labels.dim() == 2:
         logits, labels = logits[:, :-1], labels[:, 1:]

@@ -86,6 +86,6 @@ def refuse_other_engines(accelerator: Accelerator) -> None:
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise UnsupportedError(
             f"The accelerator leaves backward passes to {accelerator.distributed_type.value}, "
-            "which knows nothing of weights. Use an accelerator without it, or call "
-            "`engine.weights` and weigh the losses that it is given."
+            "which does not know the weights. Use an accelerator without it, or call "
+            "`engine.weights`, and pass the weighted losses to it."
         )

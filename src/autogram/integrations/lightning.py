@@ -52,7 +52,7 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         for name, instead in _OURS.items():
             if getattr(cls, name) is not getattr(JacobianDescent, name):
                 raise UnsupportedError(
-                    f"{cls.__name__} has a `{name}` in place of that of `JacobianDescent`, so that "
+                    f"{cls.__name__} overrides `{name}` of `JacobianDescent`, so "
                     "nothing would be weighted. Make `JacobianDescent` the first of the bases, and "
                     f"{instead}."
                 )
@@ -76,7 +76,7 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         del batch, batch_idx
         raise UnsupportedError(
             "A module with `JacobianDescent` has no `training_losses(self, batch, batch_idx)`. "
-            "Write it in place of `training_step`, and return the losses of the samples."
+            "Write it instead of `training_step`, and return the losses of the samples."
         )
 
     def make_engine(self) -> Engine:
@@ -134,20 +134,20 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
             )
         if hasattr(self, "micro_batches"):
             raise InvalidOptionError(
-                f"{name} has `micro_batches`, which nothing reads any more. Remove it, and pass "
+                f"{name} has `micro_batches`, which is no longer used. Remove it, and pass "
                 "`accumulate_grad_batches` to the `Trainer`."
             )
         if not self.automatic_optimization:
             raise UnsupportedError(
-                f"{name} has `automatic_optimization = False`, so that Lightning would call no "
-                "optimizer. Remove it: `JacobianDescent` works by automatic optimization. In place "
+                f"{name} has `automatic_optimization = False`, so Lightning would not call the "
+                "optimizer. Remove it: `JacobianDescent` needs automatic optimization. Instead "
                 "of several optimizers, return one with several groups of parameters."
             )
         strategy = self.trainer.strategy
         if strategy.handles_gradient_accumulation:
             raise UnsupportedError(
-                f"{type(strategy).__name__} makes backward passes itself, without a call of "
-                "`LightningModule.backward`, and knows nothing of weights. Use another strategy, "
+                f"{type(strategy).__name__} makes backward passes itself, without calling "
+                "`LightningModule.backward`, and does not know the weights. Use another strategy, "
                 'for instance "ddp".'
             )
         return weighting

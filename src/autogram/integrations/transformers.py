@@ -62,7 +62,8 @@ class JacobianTrainer(Trainer):
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
-                "`nn.DataParallel` copies the model in each step, which an engine does not follow. "
+                "`nn.DataParallel` copies the model in each step, and an engine does not see the "
+                "copies. "
                 "Use one process for each GPU (`torchrun`), or set CUDA_VISIBLE_DEVICES to one."
             )
         self._weighting, self._outside = weighting, gradients_outside
@@ -112,8 +113,8 @@ class JacobianTrainer(Trainer):
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
         if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
             raise InvalidLossesError(
-                "The inputs have no tensor `labels`, or the outputs no tensor `logits`. Return "
-                "losses of your own from an override of `JacobianTrainer.compute_losses`."
+                "The inputs have no tensor `labels`, or the outputs no tensor `logits`. Override "
+                "`JacobianTrainer.compute_losses`, and return your own losses from it."
             )
         kind = getattr(getattr(inner, "config", None), "problem_type", None)
         options = {
@@ -167,8 +168,8 @@ class JacobianTrainer(Trainer):
         if losses is None or self._steps is None or loss.requires_grad:
             raise UnsupportedError(
                 f"{type(self).__name__} overrides `compute_loss` or `training_step`, whose loss "
-                "would not be weighted. Write `compute_losses(self, model, inputs)` in its place, "
-                "which returns the losses of samples."
+                "would not be weighted. Write `compute_losses(self, model, inputs)` instead, "
+                "and return one loss for each sample."
             )
         self._steps.backward(losses)
 
@@ -207,5 +208,5 @@ def _refuse_another_mean(own: Any, mean: Tensor) -> None:
         raise InvalidLossesError(
             f"The model's own loss is {float(own):.6g}, and the mean of the losses by labels and "
             f"logits is {float(mean):.6g}: it has another objective, or terms of all samples. "
-            "Return losses of your own from an override of `JacobianTrainer.compute_losses`."
+            "Override `JacobianTrainer.compute_losses`, and return your own losses from it."
         )

@@ -68,7 +68,7 @@ class ConflictMonitor:
         if self.weighting is None:
             raise UnsupportedError(
                 "This monitor has no weighting to call. Make it with one, "
-                "`ConflictMonitor(UPGrad())`, or give it Gramians by `observe`."
+                "`ConflictMonitor(UPGrad())`, or pass Gramians to `observe`."
             )
         numbers = self._look(gramian)  # before the weighting, which may change the Gramian
         weights = self.weighting(gramian)
@@ -97,7 +97,7 @@ class ConflictMonitor:
         """
         if not self._looks:
             raise UnsupportedError(
-                "The monitor has seen no Gramian. Give it to `engine.backward` as the weighting, "
+                "The monitor has seen no Gramian. Pass it to `engine.backward` as the weighting, "
                 "or call `observe`, first."
             )
         return self._read(1)[-1]
@@ -169,8 +169,8 @@ class ConflictMonitor:
         if gramian.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "A monitor is called while a CUDA graph is captured, and does not see replays. "
-                "Return the Gramian from the step (`return_gramian=True`), and give it to "
-                "`observe` behind each replay."
+                "Return the Gramian from the step (`return_gramian=True`), and pass it to "
+                "`observe` after each replay."
             )
         self._seen += 1
         if (self._seen - 1) % self.every or not len(gramian):

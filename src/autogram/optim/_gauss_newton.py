@@ -88,7 +88,7 @@ class GaussNewton(Optimizer):
             )
         if engine._ranks is not None:
             raise UnsupportedError(
-                "`GaussNewton` solves the system of one process, and the engine is one of several "
+                "`GaussNewton` solves the system of one process, and the engine covers several "
                 "processes. Make it without `distributed`, and optimize in one process."
             )
         if not is_number(damping) or not 0 < damping < inf:
@@ -130,7 +130,7 @@ class GaussNewton(Optimizer):
         if not isfinite(loss := _loss_of(residuals)):
             raise NonFiniteError(
                 "The closure returned residuals that are infinite or not a number, and the "
-                "parameters stay as they are. Look for a division by zero or an overflow in it; "
+                "parameters are unchanged. Look for a division by zero or an overflow in it; "
                 "`torch.autograd.detect_anomaly()` finds it."
             )
         with torch.enable_grad():
@@ -167,15 +167,15 @@ class GaussNewton(Optimizer):
         """Refuses a Jacobian that this optimizer can make no step with."""
         if jacobian._is_exchanged:
             raise UnsupportedError(
-                "Each process would make a step of its own here, and `DistributedDataParallel` "
-                "expects the same parameters in all of them. Optimize in one process, and pass the "
-                "engine the module inside, `ddp.module`."
+                "Each process would make its own step here, and `DistributedDataParallel` "
+                "expects the same parameters in all processes. Optimize in one process, and pass "
+                "the module inside, `ddp.module`, to the engine."
             )
         parameters = {p for group in self.param_groups for p in group["params"]}
         if new := [f"`{name}`" for p, name in jacobian._names.items() if p not in parameters]:
             raise UnsupportedError(
                 f"The residuals depend on {listed(new)}, which the optimizer does not have: the "
-                "modules have got new parameters since it was made. Make the optimizer anew."
+                "modules got new parameters after it was made. Make the optimizer anew."
             )
 
 
@@ -184,7 +184,7 @@ def _checked(residuals: Any) -> Tensor:
     if not isinstance(residuals, Tensor):
         raise InvalidLossesError(
             f"The closure returned a {type(residuals).__name__}. Return the residuals as one "
-            "tensor, with their graph; several tensors go together by `torch.cat`."
+            "tensor, with their graph; join several tensors with `torch.cat`."
         )
     return residuals
 

@@ -78,8 +78,8 @@ def classes_of(given: Tensor | Sequence[object], count: int) -> list[object]:
     classes: list[object] = given.tolist() if isinstance(given, Tensor) else list(given)
     if len(classes) != count:
         raise InvalidOperandError(
-            f"There are {len(classes)} classes and {count} objectives. Pass one class for each, in "
-            "the row-major order of the losses."
+            f"There are {len(classes)} classes and {count} objectives. Pass one class for each "
+            "objective, in the row-major order of the losses."
         )
     return classes
 
@@ -155,7 +155,8 @@ def plot_history(
     for name in names:
         if name not in (*NAMES, "noise_scale"):
             raise InvalidOperandError(
-                f"`{name}` is no number of a monitor. Pass some of {', '.join(NAMES)}, noise_scale."
+                f"`{name}` is not recorded by a monitor. Pass some of {', '.join(NAMES)}, "
+                "noise_scale."
             )
     axes = axes or new_axes()
     steps = [step for step, _ in history]

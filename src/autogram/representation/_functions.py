@@ -177,7 +177,7 @@ def _objectives_of(losses: Losses, batch_dim: int | None) -> Objectives:
     dim = dim_of(batch_dim)
     if dim == "auto":
         raise InvalidBatchDimError(
-            "`batch_dim` is 'auto', and nothing is tried out here. Pass the dimension of the "
+            "`batch_dim` is 'auto', which works only with an engine. Pass the dimension of the "
             "losses that counts the samples, or `None` for any losses."
         )
     total = as_one_tensor(losses, dim, set())
@@ -196,21 +196,21 @@ def _tensors_of(representation: Any) -> list[Tensor]:
     for tensor in several:
         if not isinstance(tensor, Tensor):
             raise InvalidOperandError(
-                f"The representation has a {type(tensor).__name__} in it. Pass tensors alone."
+                f"The representation contains a {type(tensor).__name__}. Pass only tensors."
             )
         if not tensor.requires_grad:
             raise InvalidOperandError(
-                f"The representation of shape {tuple(tensor.shape)} needs no gradient: it was "
+                f"The representation of shape {tuple(tensor.shape)} requires no gradient: it was "
                 "detached, or computed from frozen parameters alone or without gradients. Pass it "
-                "as it was before, or call `.requires_grad_()` on it before the heads read it."
+                "undetached, or call `.requires_grad_()` on it before the heads read it."
             )
     tensors = list(dict.fromkeys(several))
     nodes = {get_gradient_edge(tensor).node for tensor in tensors}
     behind = nodes_from([child for node in nodes for child, _ in node.next_functions])
     if len(tensors) > 1 and not nodes.isdisjoint(behind):
         raise InvalidOperandError(
-            "One tensor of the representation is computed from another one, whose gradient would "
-            "count twice. Pass those alone that the heads read."
+            "One tensor of the representation is computed from another, whose gradient would "
+            "count twice. Pass only the tensors that the heads read."
         )
     return tensors
 
@@ -234,8 +234,8 @@ def _leaves_past(losses: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     through = {getattr(node, "variable", None) for node in nodes_from(starts)}
     if both := [str(tuple(leaf.shape)) for leaf in past if leaf in through]:
         raise UnsupportedError(
-            f"Leaves of the shapes {listed(both)} are reached through the representation and past "
-            "it, and would get the gradient of weighted losses and of their sum. Pass a list of "
-            'all tensors that the heads read, or `gradients_outside="weighted"`.'
+            f"The losses depend on leaves of the shapes {listed(both)} through the representation "
+            "and around it: these would get the gradients of weighted losses and of their sum. "
+            'Pass a list of all tensors that the heads read, or `gradients_outside="weighted"`.'
         )
     return past

@@ -83,9 +83,9 @@ class RowsAtTensors:
         if missing := [i for i, is_reached in enumerate(reached) if not is_reached and passes]:
             shape = tuple(tensors[missing[0]].shape)
             raise NotConnectedError(
-                f"The losses do not depend on the representation of shape {shape}. Pass the very "
-                "tensor that the heads read, and neither a copy or a view that was made of it "
-                "besides, nor what it was before a change in place."
+                f"The losses do not depend on the representation of shape {shape}. Pass the "
+                "tensor itself that the heads read, not a copy or another view of it, and not its "
+                "value before a change in place."
             )
 
     def gramian(self) -> Tensor:

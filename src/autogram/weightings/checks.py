@@ -39,12 +39,12 @@ def check_gramian(gramian: Tensor, vectors: Tensor | None = None) -> None:
         raise NonFiniteError(
             "The Gramian, or a vector to project, has entries that are infinite or not a number. "
             "Look for a division by zero or an overflow in the losses. If a gradient scaler has "
-            "scaled them, give the engine the losses as they were, and the scaler: "
+            "scaled them, pass the unscaled losses and the scaler to the engine: "
             "`engine.backward(losses, weighting, scaler=scaler)`."
         )
     if apart > _ASYMMETRY or diagonal < 0:
         raise InvalidOperandError(
-            f"The matrix is no Gramian: it differs from its transpose by {apart:.1e} of its trace, "
-            f"and its least diagonal entry is {diagonal:.1e}. Pass `J @ J.T`, which is symmetric, "
-            "with squared norms on its diagonal."
+            f"The matrix is not a Gramian: it differs from its transpose by {apart:.1e} of its "
+            f"trace, and its least diagonal entry is {diagonal:.1e}. Pass `J @ J.T`, which is "
+            "symmetric, with squared norms on its diagonal."
         )

@@ -54,8 +54,8 @@ class _DualCone:
             return torch.full((m,), 1 / max(m, 1), dtype=torch.float64, device=gramian.device)
         if len(self.pref_vector) != m:
             raise InvalidOperandError(
-                f"There are preferences of {len(self.pref_vector)} objectives, and the Gramian is "
-                f"of {m}. Pass one for each in `pref_vector`."
+                f"There are {len(self.pref_vector)} preferences, and the Gramian has {m} "
+                "objectives. Pass one for each in `pref_vector`."
             )
         return self.pref_vector.to(gramian.device, torch.float64)
 
@@ -120,8 +120,8 @@ class UPGrad(_DualCone):
             samples = count_of("samples", samples, ", or `None`")
         if samples is not None and self.projector.iterations is not None:
             raise InvalidOptionError(
-                "`samples` and a projector with `iterations` are given. A CUDA graph would choose "
-                "the same samples in each replay. Leave out one of them."
+                "Both `samples` and a projector with `iterations` are given. A CUDA graph would "
+                "choose the same samples in each replay. Leave out one of them."
             )
         self.samples = samples
         self.generator = torch.Generator("cpu").manual_seed(seed)

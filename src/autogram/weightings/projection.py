@@ -141,8 +141,8 @@ class Projector:
         self.certificate = certificate
         if not certificate.is_optimal:
             warn_user(
-                f"The weights are exact to {certificate.error:.1e}, and not to "
-                f"{self.tolerance:.1e}. Pass a larger `reg_eps`, `most` or `tolerance`.",
+                "Pass a larger `reg_eps`, `most` or `tolerance`: the weights are exact to "
+                f"{certificate.error:.1e}, not to {self.tolerance:.1e}.",
                 InexactWeightsWarning,
             )
         return weights

@@ -401,7 +401,7 @@ def test_a_rank_that_dies_is_no_hang(tmp_path: Path) -> None:
 
 
 def test_without_a_group() -> None:
-    with pytest.raises(InvalidOptionError, match=r"in no group.*Call .*init_process_group"):
+    with pytest.raises(InvalidOptionError, match=r"not in a group.*Call .*init_process_group"):
         Engine(mlp(), distributed=True)
     with pytest.raises(InvalidOperandError, match=r"of this process alone.*distributed=True"):
         Engine(mlp()).own(torch.ones(3))

@@ -87,7 +87,7 @@ def test_weights_of_another_shape(model: nn.Module, shape: tuple[int, ...]) -> N
     ("method", "message"),
     [
         ("vjp", r"A dict was given\. Pass one tensor"),
-        ("accumulate_grad", r"it has `task`, .* for several tasks goes into one tensor"),
+        ("accumulate_grad", r"it has `task`, .* Losses of several tasks take one tensor"),
         ("least_squares", r"A dict was given\. Pass one tensor"),
     ],
 )
@@ -180,7 +180,7 @@ def test_block_gramians_by_layer(model: nn.Module) -> None:
 @pytest.mark.parametrize("by", [["0.weight"], "0.weight", {"a": ["0.weight"]}], ids=str)
 def test_names_are_no_groups(model: nn.Module, by) -> None:
     jacobian, _ = make(model)
-    with pytest.raises(InvalidOperandError, match=r"no groups of an optimizer.*a function"):
+    with pytest.raises(InvalidOperandError, match=r"not an optimizer's groups.*a function"):
         jacobian.block_gramians(by)
 
 
@@ -197,7 +197,7 @@ def test_groups_of_one_name(model: nn.Module) -> None:
     jacobian, _ = make(model)
     first, *others = model.parameters()
     groups = [{"params": [first], "name": "1"}, {"params": others}]
-    with pytest.raises(InvalidOperandError, match=r"are called `1`.*another name"):
+    with pytest.raises(InvalidOperandError, match=r"are called `1`.*a different name"):
         jacobian.block_gramians(torch.optim.SGD(groups, lr=1.0).param_groups)
 
 
@@ -262,7 +262,7 @@ def test_weights_by_group_that_are_not_finite(model: nn.Module) -> None:
 def test_copies(model: nn.Module, copied) -> None:
     """Its parameters would be others."""
     jacobian, _ = make(model)
-    with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*Keep what"):
+    with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*Keep the results"):
         copied(jacobian)
 
 

@@ -420,7 +420,7 @@ def shards_at_first(wrap: Wrap, place: Place, rank: int) -> None:
     """Refused where the engine is made."""
     del rank
     with refused(
-        "(sharded|DTensor|FullyShardedDataParallel).*a model of which each process has all"
+        "(sharded|DTensor|FullyShardedDataParallel).*a model that has all parameters in each process"
     ):
         place(wrap)
 
@@ -436,7 +436,7 @@ def shards_later(wrap: Wrap, place: Place, rank: int) -> None:
         lambda losses: engine.backward(losses, weighting),
     ):
         with refused(
-            "(sharded|DTensor|FullyShardedDataParallel).*a model of which each process has all"
+            "(sharded|DTensor|FullyShardedDataParallel).*a model that has all parameters in each process"
         ):
             call(losses)
 

@@ -302,8 +302,8 @@ def test_rounding_of_the_gramian_is_no_asymmetry() -> None:
 
 ROWS = torch.ones(3, 4)
 MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
-    (lambda: UPGrad()(torch.ones(3, 2)), InvalidOperandError, "Pass one that is square"),
-    (lambda: UPGrad()(torch.tensor(1.0)), InvalidOperandError, "Pass one that is square"),
+    (lambda: UPGrad()(torch.ones(3, 2)), InvalidOperandError, "Pass a square matrix"),
+    (lambda: UPGrad()(torch.tensor(1.0)), InvalidOperandError, "Pass a square matrix"),
     (lambda: Projector()(ROWS[0], torch.eye(3)), InvalidOperandError, "Pass vectors `"),
     (lambda: UPGrad()(torch.ones(3, 3).triu()), InvalidOperandError, "The matrix is no Gramian"),
     (lambda: UPGrad()(-torch.eye(3)), InvalidOperandError, "The matrix is no Gramian"),

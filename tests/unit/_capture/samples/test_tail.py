@@ -465,5 +465,5 @@ def test_a_verification_that_fails() -> None:
     """Its cause is looked for in a pass that has uses in the tail of its own."""
     model = perceptron()
     model[1].register_forward_hook(_clamped)
-    with pytest.raises(VerificationError, match="the samples are mixed, or are elsewhere"):
+    with pytest.raises(VerificationError, match="the samples are mixed, or the engine"):
         Engine(model, batch_dim=0).compute_gramian(slopes(model, torch.rand(4, 2)))
