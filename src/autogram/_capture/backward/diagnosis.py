@@ -113,8 +113,9 @@ def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
     if names:
         raise NonFiniteError(
             "The Gramian cannot be verified: the gradients of "
-            f"{listed(names)} are infinite or not a number. If those of each single objective are "
-            "finite, their sum overflows: in half precision, scale the losses down."
+            f"{listed(names)} are infinite or not a number. Look for a division by zero or an "
+            "overflow. If the gradients of each single objective are finite, their sum overflows: "
+            "in half precision, scale the losses down."
         )
 
 
