@@ -25,7 +25,7 @@ from autogram.errors import (
 
 
 class Clipping(Hooked):
-    """Gradients that are clipped sample by sample."""
+    """An engine's hooks, with clipping sample by sample."""
 
     @overload
     def clip(self, losses: Tensor, bound: float, *, retain_graph: bool = ...) -> Tensor: ...
@@ -50,17 +50,17 @@ class Clipping(Hooked):
     ) -> Tensor | dict[str, Tensor]:
         """Adds the sum of the samples' gradients, each clipped to a norm, into ``.grad``.
 
-        The gradient g of each sample counts as g · min(1, C / ‖g‖), so that the sum changes by at
-        most C if a sample is added or taken away, which is what the noise of DP-SGD is measured by.
-        Calls add up, as those of ``.backward`` do, also over micro-batches. Noise is not added.
-        Nothing is written where something is refused.
+        The gradient g of each sample counts as g · min(1, C / ‖g‖), so adding or removing a sample
+        changes the sum by at most C: the scale of the noise in DP-SGD. Calls add up, like those of
+        ``.backward``, also over micro-batches. Noise is not added. An error leaves ``.grad``
+        unchanged.
 
         Args:
             losses: One loss for each sample, with B elements, as for
                 :meth:`autogram.Engine.compute_gramian`, and not divided by B.
             bound: C, the largest norm of a sample's gradient with respect to all parameters. Or a
-                dict of bounds for groups of parameters, each of which is clipped by its own norm;
-                the sum then changes by at most the root of the sum of the squares of all bounds.
+                dict of bounds for groups of parameters, each clipped by its own norm; the sum then
+                changes by at most the root of the sum of all squared bounds.
             by: The groups of such a dict, as for :meth:`autogram.Jacobian.block_gramians`. By
                 default, each parameter is its own group, by name.
             retain_graph: Whether to keep the graph, as for :meth:`autogram.Engine.backward`.
@@ -73,11 +73,12 @@ class Clipping(Hooked):
 
         Raises:
             InvalidLossesError: There are several losses for a sample, or one for the whole batch.
-            InvalidBatchDimError: The engine has ``batch_dim=None``, which tells no samples apart.
-            MixedSamplesError: Samples meet, so that clipping bounds no influence of a sample.
+            InvalidBatchDimError: The engine has ``batch_dim=None``, which does not tell samples
+                apart.
+            MixedSamplesError: Samples meet, so clipping cannot bound the influence of a sample.
             InvalidOperandError: A bound is not positive, or the dict lacks a group or has others.
             NonFiniteError: A norm is not finite. On a GPU, a later call raises it.
-            UnsupportedError: The losses depend on leaves outside of J that require a gradient,
+            UnsupportedError: The losses depend on leaves outside J that require a gradient,
                 which would not be clipped; or several processes share the gradients.
             AutogramError: As for :meth:`autogram.Engine.compute_gramian`.
 
@@ -99,7 +100,7 @@ class Clipping(Hooked):
         bounds = _bounds_of(bound, by)
         total = self._checked(losses)
         self._check_clippable(total)
-        # Where norms cost less from rows than from factors, the rows have no more elements than the
+        # If norms cost less from rows than from factors, the rows are not larger than the
         # factors, and are kept for the sum.
         run = self._drivers.run(
             total, form="auto", is_step=True, retain_graph=retain_graph, is_summed=False
@@ -154,7 +155,7 @@ class Clipping(Hooked):
 
 def _check_run(run: Run) -> None:
     """Refuses samples that meet, and gradients that would not be clipped."""
-    are_apart = run.layouts is not None or run.is_misled  # the next call tells in that case
+    are_apart = run.layouts is not None or run.is_misled  # if misled, the next call decides
     if not are_apart and run.survey.losses.numel() > 1:
         raise MixedSamplesError(
             "The samples meet, as in BatchNorm in training mode: each loss depends on several "
@@ -196,9 +197,9 @@ def _bound_of(bound: Any) -> float:
 
 
 def _weights(norms: Tensor, bound: float) -> Tensor:
-    """What rows of some norms are multiplied by."""
+    """The factors of rows with some norms."""
     check_norms(norms)
-    # On a GPU, this is read later: zero times what is infinite would be no better.
+    # On a GPU, this is read later: zero times infinity would not help.
     return (bound / norms.clamp(min=bound)).masked_fill(~norms.isfinite(), nan)
 
 

@@ -17,7 +17,7 @@ from autogram.errors import InvalidOperandError
 
 
 class Operator(ABC):
-    """An ``(r, c)`` matrix that is known by its products."""
+    """An ``(r, c)`` matrix that is defined by its products."""
 
     __array_ufunc__ = None  # an array on the left leaves the product to `__rmatmul__`
 
@@ -55,7 +55,7 @@ class Operator(ABC):
         return self._transposed_times(operand.mT).mT
 
     def _check(self, operand: Any, size: int, dim: int, side: str, stack: str) -> None:
-        """Refuses what is no vector of some size, and no matrix that has this size in ``dim``."""
+        """Refuses anything but a vector of some size, or a matrix with this size in ``dim``."""
         if not isinstance(operand, Tensor):
             raise InvalidOperandError(
                 f"An operand of `@` is a {type(operand).__name__}. Pass a flat tensor, in which "
@@ -71,7 +71,7 @@ class Operator(ABC):
 
 
 class MatrixForm(Operator):
-    """What a Jacobian has in common with an ``(m, n)`` matrix, by its methods."""
+    """The Jacobian as an ``(m, n)`` matrix, from its methods."""
 
     _names: dict[Tensor, str]
 
@@ -99,12 +99,11 @@ class MatrixForm(Operator):
         Costs :meth:`rows`.
 
         Args:
-            index: An integer, a slice, or a list, an array or a tensor of integers or of truth
-                values.
+            index: An integer, a slice, or a list, an array or a tensor of integers or booleans.
 
         Raises:
             IndexError: There is no such row.
-            InvalidOperandError: The index is not of rows alone.
+            InvalidOperandError: The index does not choose rows only.
         """
         check_selection(index, None)
         chosen = None
@@ -148,16 +147,16 @@ class MatrixForm(Operator):
         return self._flat(self.rows(slice(None)).values(), len(self))
 
     def to(self, device: torch.device | str) -> Self:
-        """The Jacobian with copies of all factors on a device, or this one if they are there.
+        """The Jacobian with copies of all factors on a device, or itself if they are there.
 
-        Results of products are on the device, whatever device a vector is on. The copies stay
-        right when an optimizer changes the parameters. :meth:`accumulate_grad` still adds to
-        ``.grad``, where the parameters are.
+        Results of products are on that device, whatever the device of a vector. The copies stay
+        correct when an optimizer changes the parameters. :meth:`accumulate_grad` still adds to
+        ``.grad`` on the parameters' devices.
 
         Raises:
             InvalidOperandError: The device is ``meta``, where tensors have no values.
         """
-        place = torch.empty(0, device=device).device  # with its number, as those of tensors
+        place = torch.empty(0, device=device).device  # with its number, as tensors have it
         if place.type == "meta":
             raise InvalidOperandError(
                 "The device is `meta`, where tensors have no values. Pass a real device."
@@ -249,7 +248,7 @@ class TransposedJacobian(Operator):
 
 
 def check_jacobian(other: object) -> None:
-    """Refuses what is no Jacobian."""
+    """Refuses anything but a Jacobian."""
     if not isinstance(other, MatrixForm):
         raise InvalidOperandError(
             f"A {type(other).__name__} was given where a Jacobian is needed. Pass a result of "
