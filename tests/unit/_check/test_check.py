@@ -147,7 +147,7 @@ def test_rows_with_advice(files: Files) -> None:
     assert "Explicit rows: `last.bias` in kron (12 numbers)" in out
     assert "registered_functions" in out
     assert "Explicit rows: `scale` in the losses (12 numbers). No recorded call" in out
-    assert "Warning: Some parameters are used where calls are not recorded" in out
+    assert "Warning: Use these parameters in the `forward` of a module" in out
 
 
 def test_json_has_it_all(files: Files) -> None:

@@ -78,7 +78,7 @@ def test_no_other_name_is_in_the_package() -> None:
         _ = _compiled.other
 
 
-@pytest.mark.filterwarnings("ignore:A compiled part hides")
+@pytest.mark.filterwarnings("ignore::autogram.CompiledPartWarning")
 def test_unknown_version_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and explicit rows."""
     monkeypatch.setattr(backend, "missing", lambda: ("torch.no_such_name",))

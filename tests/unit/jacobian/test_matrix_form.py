@@ -107,9 +107,9 @@ def test_rows_that_do_not_exist(index) -> None:
     ("index", "message"),
     [
         ((slice(1), slice(2)), r"not choose rows only.*`jacobian\[i\]\[j\]`"),
-        (([0, 1],), r"The index \(\[0, 1\],\) is not choose rows only"),
-        (None, r"The index None is not choose rows only"),
-        (torch.zeros(2, 2, dtype=torch.int64), "is not choose rows only"),
+        (([0, 1],), r"The index \(\[0, 1\],\) does not choose rows only"),
+        (None, r"The index None does not choose rows only"),
+        (torch.zeros(2, 2, dtype=torch.int64), "does not choose rows only"),
         (True, "`objectives` is True. Pass the number of an objective"),
     ],
     ids=str,

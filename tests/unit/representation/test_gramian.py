@@ -301,7 +301,7 @@ def test_mistakes() -> None:
     inner = hidden.sin()
     losses = inner.sum(1)
     compute = representation.compute_gramian
-    with pytest.raises(InvalidOperandError, match=r"\(4, 5\) needs no gradient.*requires_grad_"):
+    with pytest.raises(InvalidOperandError, match=r"\(4, 5\) requires no gradient.*requires_grad_"):
         compute(losses, hidden.detach())
     with pytest.raises(InvalidOperandError, match=r"is a str.*the tensor that the heads read, or"):
         compute(losses, "hidden")  # type: ignore[arg-type]

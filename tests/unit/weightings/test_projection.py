@@ -305,10 +305,14 @@ MISTAKES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: UPGrad()(torch.ones(3, 2)), InvalidOperandError, "Pass a square matrix"),
     (lambda: UPGrad()(torch.tensor(1.0)), InvalidOperandError, "Pass a square matrix"),
     (lambda: Projector()(ROWS[0], torch.eye(3)), InvalidOperandError, "Pass vectors `"),
-    (lambda: UPGrad()(torch.ones(3, 3).triu()), InvalidOperandError, "The matrix is no Gramian"),
-    (lambda: UPGrad()(-torch.eye(3)), InvalidOperandError, "The matrix is no Gramian"),
-    (lambda: UPGrad(torch.ones(2))(ROWS @ ROWS.T), InvalidOperandError, "preferences of 2 obj"),
-    (lambda: DualProj(torch.ones(4))(ROWS @ ROWS.T), InvalidOperandError, "is of 3. Pass one for"),
+    (lambda: UPGrad()(torch.ones(3, 3).triu()), InvalidOperandError, "The matrix is not a Gramian"),
+    (lambda: UPGrad()(-torch.eye(3)), InvalidOperandError, "The matrix is not a Gramian"),
+    (lambda: UPGrad(torch.ones(2))(ROWS @ ROWS.T), InvalidOperandError, "There are 2 preferences"),
+    (
+        lambda: DualProj(torch.ones(4))(ROWS @ ROWS.T),
+        InvalidOperandError,
+        "has 3 objectives. Pass one for",
+    ),
     (lambda: UPGrad(torch.ones(2, 2)), InvalidOperandError, r"(?s)is tensor.*Pass a tensor `"),
     (lambda: UPGrad([1.0, 2.0]), InvalidOperandError, r"is \[1.0, 2.0\]. Pass a tensor"),  # type: ignore[arg-type]
     (lambda: UPGrad()(torch.full((3, 3), torch.nan)), NonFiniteError, "or a vector to project"),
