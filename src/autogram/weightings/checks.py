@@ -1,4 +1,4 @@
-"""Checks of the matrices that weightings are given."""
+"""Checks of the matrices for weightings."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from autogram._arguments import check_square
 from autogram.errors import InvalidOperandError, NonFiniteError
 
-# A Gramian is taken for symmetric if it differs from its transpose by this part of its trace.
+# A Gramian counts as symmetric if it differs from its transpose by at most this part of its trace.
 _ASYMMETRY = 1e-3
 
 
 def check_gramian(gramian: Tensor, vectors: Tensor | None = None) -> None:
-    """Refuses a matrix that is no Gramian. Waits for the device once.
+    """Refuses a matrix that is not a Gramian. Waits for the device once.
 
     Args:
         gramian: The matrix.
-        vectors: Vectors of the same size, ``(*, m)``, which have to be finite as well.
+        vectors: Vectors of the same size, ``(*, m)``, which must be finite as well.
 
     Raises:
         InvalidOperandError: The matrix is not square, not symmetric, or has a negative diagonal.

@@ -104,7 +104,7 @@ def test_other_backends(is_whole: bool) -> None:
     engine = Engine(model)
     losses = run(torch.randn(4, 3)).square().sum(1)
     with pytest.warns(
-        CompiledPartWarning, match=r"hides what it does with `0\.(_orig_mod\.)?weight`"
+        CompiledPartWarning, match=r"hides its uses of `0\.(_orig_mod\.)?weight`"
     ):
         engine.compute_gramian(losses)
     assert_steps(model, run, engine, _batches(4, 4), lambda y, _: y.square().sum(1))

@@ -127,7 +127,7 @@ def test_direction_as_a_list_and_in_part(model: nn.Module) -> None:
     ("direction", "message"),
     [
         ([torch.ones(5, 3)], "The direction has 1 tensors, and the Jacobian is of 4"),
-        ({"3.weight": torch.ones(5, 3)}, "`3.weight` is no parameter of the"),
+        ({"3.weight": torch.ones(5, 3)}, "`3.weight` is not a parameter of the"),
         ({"0.weight": torch.ones(3, 5)}, r"`0.weight` has shape \(3, 5\), and the"),
         ({"0.weight": torch.ones(5, 3) * 1j}, "`0.weight` has dtype .*Pass real numbers"),
         ({"0.weight": 1.0}, r"`0.weight` is a float.*Pass a tensor"),
@@ -159,7 +159,7 @@ def test_rows_of_one_parameter(model: nn.Module) -> None:
     assert list(rows) == ["2.bias"]
     assert_close_to_reference(rows["2.bias"], expected[:, -2:])
     assert jacobian.rows(0, (name for name in ["2.bias"])).keys() == rows.keys()
-    with pytest.raises(InvalidOperandError, match="`bias` is no parameter"):
+    with pytest.raises(InvalidOperandError, match="`bias` is not a parameter"):
         jacobian.rows(slice(None), ["bias"])
 
 

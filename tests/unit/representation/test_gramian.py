@@ -317,5 +317,5 @@ def test_mistakes() -> None:
         compute(losses, hidden, batch_dim=1)
     with pytest.raises(InvalidBatchDimError, match="is 'auto', which works only with an engine"):
         compute(losses, hidden, batch_dim="auto")  # type: ignore[arg-type]
-    with pytest.warns(CoupledObjectivesWarning, match="The losses are one number"):
+    with pytest.warns(CoupledObjectivesWarning, match="the losses are one number"):
         compute(losses.sum(), hidden, batch_dim=0)

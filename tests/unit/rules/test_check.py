@@ -73,7 +73,7 @@ WRONG: dict[str, tuple[Answer, str]] = {
     ),
     "too many dimensions": (
         lambda i, o: [product(o, "to,to->ot", derivative(i, o))],
-        "gives no block with 1 objective of the whole batch",
+        "fails to give a block with 1 objective of the whole batch",
     ),
 }
 
