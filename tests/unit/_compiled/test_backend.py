@@ -103,9 +103,7 @@ def test_other_backends(is_whole: bool) -> None:
         run = model
     engine = Engine(model)
     losses = run(torch.randn(4, 3)).square().sum(1)
-    with pytest.warns(
-        CompiledPartWarning, match=r"hides its uses of `0\.(_orig_mod\.)?weight`"
-    ):
+    with pytest.warns(CompiledPartWarning, match=r"hides its uses of `0\.(_orig_mod\.)?weight`"):
         engine.compute_gramian(losses)
     assert_steps(model, run, engine, _batches(4, 4), lambda y, _: y.square().sum(1))
     engine.remove()

@@ -239,7 +239,7 @@ def test_leaves_on_both_ways() -> None:
     trunk, x = nn.Linear(3, 3), batch(5, 3)
     hidden = trunk(x)
     losses = (hidden @ trunk.weight).square().mean(0)
-    with pytest.raises(UnsupportedError, match=r"shapes \(3, 3\) through the representation and around it"):
+    with pytest.raises(UnsupportedError, match=r"shapes \(3, 3\) through .*and around it"):
         representation.backward(losses, hidden, UPGrad())
     assert trunk.weight.grad is None
     rows = reference_jacobian(losses, [hidden])

@@ -66,7 +66,7 @@ WRONG: dict[str, tuple[Answer, str]] = {
         "with 3 objectives",
     ),
     "no answer": (lambda _, __: None, r"returned `None`, or has no recipe for `args\[1\]`"),
-    "no recipes": (lambda _, __: [], "so that the fallback computes the call"),
+    "no recipes": (lambda _, __: [], "so the fallback computes the call"),
     "recipe for another tensor": (
         lambda i, o: [product(o.detach(), "to,to->o", derivative(i, o))],
         "has no recipe",
