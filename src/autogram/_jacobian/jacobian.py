@@ -90,7 +90,7 @@ class Jacobian(Accumulating):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the results: that of the parameters, and at least float32."""
+        """The dtype of the results, which is that of the parameters, and at least float32."""
         dtypes = [dtype for part in self._parts.each for dtype in part.dtypes]
         losses = [part.objectives.losses.dtype for part in self._parts.each]
         return reduce(torch.promote_types, dtypes or [*losses, torch.float32])

@@ -1,4 +1,4 @@
-"""Losses of samples from what a model of transformers returns for a batch."""
+"""Losses of samples from the output of a transformers model for a batch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ IGNORED = -100  # the label of tokens without a loss, in all of transformers
 def losses_by_function(
     function: Callable[..., Any], outputs: Any, labels: Tensor | None, *, is_shifted: bool
 ) -> Tensor:
-    """What a ``compute_loss_func`` returns for each sample alone, ``(B,)``.
+    """The results of a ``compute_loss_func`` for each sample alone, ``(B,)``.
 
     Args:
-        function: As transformers calls it: with outputs, labels and the number of labels.
-        outputs: Those of the model. Tensors whose first dimension has the size B are split.
-        labels: Of B samples, or ``None``.
-        is_shifted: Whether a label is of the token before it, so that the first one has no loss.
+        function: A function of outputs, labels and the number of labels, as in transformers.
+        outputs: The outputs of the model. Tensors whose first dimension has size B are split.
+        labels: The labels of B samples, or ``None``.
+        is_shifted: Whether a label belongs to the token before it, so that the first has no loss.
 
     Raises:
         InvalidLossesError: The function returns several numbers for a sample.
@@ -57,17 +57,17 @@ def losses_by_function(
 def losses_by_labels(
     logits: Tensor, labels: Tensor, *, is_shifted: bool, are_binary: bool, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Losses of samples ``(B,)``, and how many numbers or labels each of them is the mean of.
+    """Losses of samples ``(B,)``, and the number of values or labels that each loss averages.
 
     Args:
         logits: ``(B, C)`` for classes, ``(B, T, C)`` for tokens, or numbers.
         labels: ``(B,)`` or ``(B, T)`` of integers, or numbers of the form of the logits.
-        is_shifted: Whether a label is of the token before it, so that the first one has no loss.
-        are_binary: Whether labels that are numbers are each those of two classes.
-        smoothing: The share of the loss that is of all classes alike.
+        is_shifted: Whether a label belongs to the token before it, so that the first has no loss.
+        are_binary: Whether each number in the labels distinguishes two classes.
+        smoothing: The share of the loss that all classes get equally.
 
     Raises:
-        InvalidLossesError: The labels are others, or are numbers that nothing can smooth.
+        InvalidLossesError: The labels have another form, or are numbers that cannot be smoothed.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if labels.dtype.is_floating_point and logits.numel() == labels.numel() and not smoothing:

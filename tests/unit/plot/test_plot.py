@@ -102,6 +102,6 @@ def test_refusals() -> None:
     with pytest.raises(InvalidOperandError, match="There are 2 classes and 6 objectives"):
         plot_norms(GRAMIAN, classes=[0, 1])
     with pytest.raises(
-        InvalidOperandError, match=r"`cosine` is no number of a monitor\. Pass some of"
+        InvalidOperandError, match=r"`cosine` is not recorded by a monitor\. Pass some of"
     ):
         plot_history([], ["cosine"])

@@ -18,9 +18,9 @@ from autogram._blocks.programs.known import Programs
 
 @dataclass
 class Limit:
-    """How many elements one intermediate result may have.
+    """The largest number of elements of one intermediate result.
 
-    An engine and all its Jacobians share one object: where memory has run out, the limit is lowered
+    An engine and all its Jacobians share one object: after memory has run out, the limit is lowered
     for all of them.
     """
 
@@ -28,9 +28,9 @@ class Limit:
 
 
 class Kernels:
-    """Contractions by plain calls of PyTorch, right on any device.
+    """Contractions with plain PyTorch calls, correct on any device.
 
-    How contractions depend on a device, a library, or a constant of hardware is known here alone. A
+    Only kernels depend on a device, a library, or a constant of hardware. A
     subclass for one kind of device overrides the methods for which that device has a faster way.
     """
 
@@ -44,11 +44,11 @@ class Kernels:
         self.programs = programs or Programs()
 
     def most_elements(self, dtype: torch.dtype) -> int:
-        """How many elements one intermediate result should have."""
+        """The preferred number of elements of one intermediate result."""
         return self.limit.elements
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
-        """A contiguous tensor, valid until memory for the same purpose is asked for again."""
+        """A contiguous tensor, valid until memory for the same purpose is requested again."""
         return like.new_empty(shape)
 
     def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
@@ -56,7 +56,7 @@ class Kernels:
         return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
 
     def at_once(self, elements: int, like: Tensor) -> int:
-        """How many elements to write before they are read, of so many that are read once."""
+        """The number of elements to write before reading them, of a total that is read once."""
         return min(elements, self.limit.elements)
 
     def prices(self, dtype: torch.dtype) -> Prices:
@@ -64,7 +64,7 @@ class Kernels:
         return Prices(memory=16)
 
     def room(self, device: torch.device) -> int:
-        """How many elements of rows may be kept from the Gramian to the gradients of a step."""
+        """The number of elements of rows to keep from a step's Gramian for its gradients."""
         return self.limit.elements
 
     def are_rows_worth_memory(self, positions: float, dtype: torch.dtype) -> bool:
