@@ -35,7 +35,7 @@ class Kernels:
     """
 
     tiny = 2**17
-    """Blocks of at most so many elements are bundled: copies take less time than calls."""
+    """Blocks of at most this many elements are bundled: copies take less time than calls."""
 
     form_of_view = staticmethod(form_of_view)
 
@@ -70,7 +70,7 @@ class Kernels:
     def are_rows_worth_memory(self, positions: float, dtype: torch.dtype) -> bool:
         """Whether reading kept rows is faster than contracting factors over some positions again.
 
-        There are so many multiply-adds for each element of the rows.
+        The second number is that of multiply-adds for each element of the rows.
         """
         return True
 
@@ -84,7 +84,7 @@ class Kernels:
     """The dtype in which factors of some dtypes are multiplied."""
 
     def rounded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A cotangent and factors, with the digits that the call of the forward pass had."""
+        """A cotangent and factors, with the precision of the call in the forward pass."""
         return operands
 
     def einsum(
@@ -127,7 +127,7 @@ class Kernels:
     def _matrices(
         self, of: Contraction, operands: Sequence[Tensor], memory: Memory | None
     ) -> Tensor:
-        """A product of matrices, or a batch of them, in ranges where too much would be copied."""
+        """A product of matrices, or a batch of them, in ranges if too much would be copied."""
         x, y = operands[::-1] if of.is_swapped else operands
         left, right = of.views
         at_left = self.form_of_view(x.shape, x.stride(), *left)
@@ -166,7 +166,7 @@ class Kernels:
         return total
 
     def _viewed(self, tensor: Tensor, view: View) -> Tensor:
-        """A view of a tensor in another order and shape, for which nothing is copied."""
+        """A view of a tensor in another order and shape, without a copy."""
         form = self.form_of_view(tensor.shape, tensor.stride(), *view)
         if form is None:
             return self.arranged(tensor, *view, "first")
@@ -206,14 +206,14 @@ class Kernels:
         return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out=out)
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
-        """Whether rows of a convolution are faster by its gradient, with samples as groups.
+        """Whether rows of a convolution are faster from its gradient, with samples as groups.
 
-        The other way copies so many elements of patches. The kernel reads so many channels.
+        The arguments count the elements of patches to copy otherwise, and the kernel's channels.
         """
         return False
 
     def weighed(self, tensor: Tensor, weights: Tensor) -> Tensor:
-        """A factor times weights of its samples, ready for products with other factors."""
+        """A factor times its samples' weights, ready for products with other factors."""
         return tensor * weights
 
     def weighted_sum(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
@@ -221,7 +221,7 @@ class Kernels:
         return self.einsum(equation, operands)
 
     def shared(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What sums of rows in a dtype compute from the weights once for all parameters."""
+        """The form of the weights for sums of rows in a dtype, computed once for all parameters."""
         return ()
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Kernels:
         return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
 
     def parts(self, rows: Tensor) -> int:
-        """Into how many parts to cut a product of rows ``(m, n)`` along n."""
+        """The number of parts of a product of rows ``(m, n)`` along n."""
         return 1
 
     def gram(self, rows: Tensor) -> Tensor:
@@ -241,12 +241,12 @@ class Kernels:
         return self.multiply(rows, rows)
 
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Values below ``size`` that occur in indices, ascending, and the place of each index."""
+        """The values below ``size`` in some indices, ascending, and the place of each index."""
         found: tuple[Tensor, Tensor] = torch.unique(indices, return_inverse=True)
         return found
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The operands, with a copy in place of a factor that several products would each copy."""
+        """The operands, with a copy of a factor that several products would each copy."""
         return operands
 
 
