@@ -129,13 +129,13 @@ def refuse_options(made: object, unknown: Iterable[str], known: Callable[..., No
 
 
 def check_keep(keep: Keep) -> None:
-    """Refuses what is no choice of what a Jacobian keeps."""
+    """Refuses an unknown value of ``keep``."""
     if not _is_among(keep, get_args(Keep)):
         raise InvalidOptionError(f'`keep` is {keep!r}. Pass "auto", "factors" or "rows".')
 
 
 def is_retained(retain_graph: object) -> bool:
-    """Whether to keep the graph. Refuses what is no truth value, such as a text that says one."""
+    """Whether to keep the graph. Refuses anything but a boolean, such as a string."""
     if retain_graph not in (True, False, None):
         raise InvalidOptionError(
             f"`retain_graph` is {retain_graph!r}. Pass `True` to keep the graph, or `False`."
@@ -160,7 +160,7 @@ def check_values(losses: Tensor) -> None:
     if not losses.numel():
         return
     is_in_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if place := without_values(losses) or ("inside of a `FakeTensorMode`" if is_in_mode else ""):
+    if place := without_values(losses) or ("inside a `FakeTensorMode`" if is_in_mode else ""):
         raise InvalidLossesError(
             f"The losses of shape {tuple(losses.shape)} are {place}, where tensors have no values. "
             "The engine needs values to find the samples. Compute the losses outside "
@@ -226,7 +226,7 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
 
 
 def check_square(gramian: Tensor) -> None:
-    """Refuses what is no square matrix of real floating-point numbers."""
+    """Refuses anything but a square matrix of real floating-point numbers."""
     given: object = gramian
     if not isinstance(given, Tensor) or not gramian.is_floating_point():
         kind = type(given).__name__

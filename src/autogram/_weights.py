@@ -1,4 +1,4 @@
-"""Weights: the functions that give them, and what may be multiplied into ``.grad``."""
+"""Weights: the functions that compute them, and checks before multiplication into ``.grad``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWe
 
 
 def check_weighting(weighting: Any) -> None:
-    """Refuses a weighting that is no function of a Gramian."""
+    """Refuses a weighting that is not a function of a Gramian."""
     if not callable(weighting):
         raise InvalidOperandError(
             f"The weighting is a {type(weighting).__name__}. Pass a function that maps the Gramian "
@@ -47,7 +47,7 @@ def check_weighting(weighting: Any) -> None:
             "needs weights. Pass "
             + (f"`{name}().gramian_weighting`." if has_weighting else f"the rows to it: {rows}.")
         )
-    while kinds := _kinds_in_torchjd(weighting):  # a weighting may be inside of another
+    while kinds := _kinds_in_torchjd(weighting):  # a weighting may be inside another
         name = type(weighting).__name__
         maps = getattr(getattr(weighting, "fn", None), "__name__", "")
         if "_Composition" in kinds and maps == "compute_gramian":
@@ -117,8 +117,8 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
 class FiniteWeights:
     """Refuses weights that are not finite, for an engine and its Jacobians.
 
-    On a CPU, that is at once. On a GPU, a step would have to wait for its own weights. Instead, the
-    device takes zeros in their place, and a later call raises the error.
+    On a CPU, at once. On a GPU, a step would have to wait for its own weights. Instead, the
+    device replaces them by zeros, and a later call raises the error.
     """
 
     def __init__(self, replays: Replays) -> None:

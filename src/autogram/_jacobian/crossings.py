@@ -70,7 +70,7 @@ def _gains(columns: Columns, others: dict[Region, Block]) -> dict[Region, Block]
 
 
 def _with_rows(columns: Columns, blocks: dict[Region, Block]) -> Columns:
-    """Columns with the rows of some blocks in place of these."""
+    """Columns with some blocks replaced by their rows."""
     kernels = columns.kernels
     rows = {region: explicit([block], kernels) for region, block in blocks.items()}
     kept = [

@@ -131,7 +131,7 @@ class MatrixForm(Operator):
         :meth:`cross_gramian`.
 
         Raises:
-            InvalidOperandError: The operand has another size, or is no tensor.
+            InvalidOperandError: The operand has another size, or is not a tensor.
         """
         if isinstance(operand, TransposedJacobian):
             return self.gramian() if operand.T is self else self.cross_gramian(operand.T)
@@ -230,7 +230,7 @@ class TransposedJacobian(Operator):
         All columns together cost :meth:`autogram.Jacobian.vjp` of a stack.
 
         Raises:
-            InvalidOperandError: The operand has another size, or is no tensor.
+            InvalidOperandError: The operand has another size, or is not a tensor.
         """
         if isinstance(operand, MatrixForm):
             n, _ = self.shape
