@@ -48,7 +48,7 @@ def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
             )
         raise FreedGraphError(
             f"The graph of the losses, or a part of it, is gone. {told} If the losses depend on an "
-            "earlier step, such as through the state of a recurrent layer, take `.detach()` of it."
+            "earlier step, as through a recurrent layer's state, take `.detach()` of that state."
         ) from error
 
 
