@@ -197,7 +197,7 @@ def test_nested_tensors() -> None:
     nested = torch.nested.as_nested_tensor([hidden[0], hidden[1]])
     losses = torch.stack([x.square().sum() for x in nested.sin().unbind()])
     assert_is_exact(losses, hidden)
-    with pytest.raises(UnsupportedError, match="There is a nested tensor"):
+    with pytest.raises(UnsupportedError, match="contains a nested tensor"):
         representation.compute_gramian(losses, hidden, batch_dim=0)
 
 
