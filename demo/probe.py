@@ -35,7 +35,7 @@ class Look:
 class Probe:
     """Looks at models with the architecture of the given one.
 
-    A look copies the weights into a twin, which has an engine of its own. So the model that is
+    A look copies the weights into a twin, which has an engine of its own. The model that is
     trained, and timed, carries no hooks that its training does not need.
 
     Args:

@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers, each behind a norm and beside an identity."""
+    """Attention, then two linear layers, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Dead units of a convolutional network: channels that are zero for every image of an epoch.
 
-A unit behind a ReLU that is zero for all inputs has no gradient, and stays as it is. Too long a
+A unit after a ReLU that is zero for all inputs gets no gradient, and does not change. Too long a
 step makes such units (Lu, Shin, Su and Karniadakis, Dying ReLU and Initialization, 2019,
 arXiv:1903.06733).
 """

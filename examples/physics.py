@@ -6,7 +6,7 @@ change d of the parameters with J d = r, damped: Jᵀ (J Jᵀ + λ I)⁻¹ r. Th
 unknowns as there are points, and not as there are parameters.
 
 The network carries the derivatives of its hidden values along, as further positions of a linear
-layer. So they are part of one forward pass. Derivatives by a second backward pass
+layer. They are thus part of one forward pass. Derivatives by a second backward pass
 (``create_graph=True``) would cost the engine no more.
 
 Beside it, Adam gets twice the time, with a rate that is tuned and falls to zero.

@@ -6,7 +6,7 @@ numbers), and no more than one parameter's rows are ever in memory.
 
 *ConFIG* is different: it normalises whole rows, so that feeding it parameter by parameter would be
 another method. But its result is a combination of the rows, and the weights follow from the
-Gramian. So it needs no rows at all.
+Gramian. It therefore needs no rows.
 
 Chen et al., Just Pick a Sign, 2020, arXiv:2010.06808 (GradDrop); Yin et al., Byzantine-Robust
 Distributed Learning, 2018, arXiv:1803.01498 (TrimmedMean); Liu, Chu and Thuerey, ConFIG, 2024,

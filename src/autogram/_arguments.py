@@ -48,8 +48,8 @@ def check_modules(modules: tuple[nn.Module, ...]) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise InvalidModulesError(
-                f"{type(module).__name__} is scripted, so that no hook can be put on it. Pass the "
-                "module that it was scripted from, or one that contains it."
+                f"{type(module).__name__} is scripted, and cannot have hooks. Pass the "
+                "module that it was scripted from, or a module that contains it."
             )
     for (i, outer), (j, inner) in permutations(enumerate(modules), 2):
         name = next((name for name, module in outer.named_modules() if module is inner), None)
@@ -57,7 +57,7 @@ def check_modules(modules: tuple[nn.Module, ...]) -> None:
             where = f"`{name}` in it" if name else "the same"
             raise InvalidModulesError(
                 f"Module {j} ({type(inner).__name__}) is inside module {i} "
-                f"({type(outer).__name__}): it is {where}. Pass the outer one alone."
+                f"({type(outer).__name__}): it is {where}. Pass only the outer module."
             )
 
 
@@ -129,13 +129,13 @@ def refuse_options(made: object, unknown: Iterable[str], known: Callable[..., No
 
 
 def check_keep(keep: Keep) -> None:
-    """Refuses what is no choice of what a Jacobian keeps."""
+    """Refuses an unknown value of ``keep``."""
     if not _is_among(keep, get_args(Keep)):
         raise InvalidOptionError(f'`keep` is {keep!r}. Pass "auto", "factors" or "rows".')
 
 
 def is_retained(retain_graph: object) -> bool:
-    """Whether to keep the graph. Refuses what is no truth value, such as a text that says one."""
+    """Whether to keep the graph. Refuses anything but a boolean, such as a string."""
     if retain_graph not in (True, False, None):
         raise InvalidOptionError(
             f"`retain_graph` is {retain_graph!r}. Pass `True` to keep the graph, or `False`."
@@ -160,11 +160,11 @@ def check_values(losses: Tensor) -> None:
     if not losses.numel():
         return
     is_in_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    if place := without_values(losses) or ("inside of a `FakeTensorMode`" if is_in_mode else ""):
+    if place := without_values(losses) or ("inside a `FakeTensorMode`" if is_in_mode else ""):
         raise InvalidLossesError(
             f"The losses of shape {tuple(losses.shape)} are {place}, where tensors have no values. "
-            "The engine finds the samples by values. Compute the losses outside of a "
-            "`FakeTensorMode`, by a model on a real device, such as `model.to_empty(device=...)` "
+            "The engine needs values to find the samples. Compute the losses outside "
+            "`FakeTensorMode`, with a model on a real device, such as `model.to_empty(device=...)` "
             "with its weights loaded."
         )
 
@@ -177,29 +177,29 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
     check_values(losses)
     if losses.dtype.itemsize == 1 and losses.is_floating_point():
         raise InvalidLossesError(
-            f"The losses have dtype {losses.dtype}, in which PyTorch adds up no gradients. Compute "
-            "them in a wider one: call `.float()` on the output of the model."
+            f"The losses have dtype {losses.dtype}, in which PyTorch cannot add up gradients. "
+            "Compute them in a wider dtype: call `.float()` on the output of the model."
         )
     if not losses.is_floating_point():
         raise InvalidLossesError(
             f"The losses have dtype {losses.dtype}. Objectives must be real floating-point "
-            "numbers; of complex ones, take `.abs()` or `.real`."
+            "numbers; for complex losses, take `.abs()` or `.real`."
         )
     if losses.is_nested or losses.layout != torch.strided:
         raise InvalidLossesError(
-            f"The losses are a nested or sparse tensor (layout {losses.layout}). Pass a dense one: "
-            "`torch.cat` of losses of different lengths, or `.to_dense()` of sparse ones."
+            f"The losses are a nested or sparse tensor (layout {losses.layout}). Pass a dense "
+            "tensor: `torch.cat` for losses of different lengths, `.to_dense()` for sparse losses."
         )
     if torch._C._are_functorch_transforms_active():
         raise InvalidLossesError(
-            "The engine is called inside of a `torch.func` transform, which has a graph of its "
-            "own. Call it outside, on losses that were computed outside."
+            "The engine is called inside a `torch.func` transform, which has its own graph. Call "
+            "it outside, on losses that were computed outside."
         )
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled_autograd, "compiled_autograd_enabled", False):
         raise UnsupportedError(
-            "The engine is called where compiled autograd is on, which traces backward passes and "
-            "does not run them. Set `torch._dynamo.config.compiled_autograd = False`."
+            "The engine is called while compiled autograd is on, which traces backward passes "
+            "instead of running them. Set `torch._dynamo.config.compiled_autograd = False`."
         )
     if not torch.is_grad_enabled():
         raise InvalidLossesError(
@@ -209,7 +209,7 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
     if not losses.requires_grad:
         raise InvalidLossesError(
             "The losses do not require a gradient: they were detached, computed with gradients "
-            "disabled, or from frozen parameters alone. Keep their graph."
+            "disabled, or computed from frozen parameters alone. Keep their graph."
         )
     if isinstance(batch_dim, int) and not -losses.dim() <= batch_dim < max(losses.dim(), 1):
         raise InvalidBatchDimError(
@@ -219,28 +219,28 @@ def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
     if losses.dim() == 0 and batch_dim is not None and "reduced" not in told:
         told.add("reduced")
         warn_user(
-            "The losses are one number, so that the Gramian is 1 x 1. Keep one loss for each "
-            "sample (`reduction='none'`, no `.mean()`), or pass `batch_dim=None` to `Engine`.",
+            "Keep one loss for each sample (`reduction='none'`, no `.mean()`), or pass "
+            "`batch_dim=None` to `Engine`: the losses are one number, and the Gramian is 1 x 1.",
             CoupledObjectivesWarning,
         )
 
 
 def check_square(gramian: Tensor) -> None:
-    """Refuses what is no square matrix of real floating-point numbers."""
+    """Refuses anything but a square matrix of real floating-point numbers."""
     given: object = gramian
     if not isinstance(given, Tensor) or not gramian.is_floating_point():
         kind = type(given).__name__
         raise InvalidOperandError(
             f"The Gramian is a {kind}{f' of {given.dtype}' if isinstance(given, Tensor) else ''}. "
-            "Pass a tensor of real floating-point numbers, as `compute_gramian` returns it."
+            "Pass a tensor of real floating-point numbers, as returned by `compute_gramian`."
         )
     if place := without_values(gramian):
         raise InvalidOperandError(
-            f"The Gramian is {place}, which has no values. Pass one that `compute_gramian` returns."
+            f"The Gramian is {place}, which has no values. Pass a result of `compute_gramian`."
         )
     if gramian.dim() != 2 or gramian.shape[0] != gramian.shape[1]:
         raise InvalidOperandError(
-            f"The Gramian has shape {tuple(gramian.shape)}. Pass one that is square, `(m, m)`."
+            f"The Gramian has shape {tuple(gramian.shape)}. Pass a square matrix, `(m, m)`."
         )
 
 
@@ -250,20 +250,20 @@ def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
         return {parameter: by(name) if by else name for parameter, name in names.items()}
     if hasattr(by, "param_groups"):
         raise InvalidOperandError(
-            f"The groups are those of `{type(by).__name__}`. Pass `optimizer.param_groups`."
+            f"The groups are a `{type(by).__name__}`. Pass `optimizer.param_groups`."
         )
     groups: list[Any] = list(by)
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         raise InvalidOperandError(
-            "The groups are no groups of an optimizer. Pass `optimizer.param_groups`, or a "
-            "function that gives the group of a parameter from its name."
+            "The groups are not an optimizer's groups. Pass `optimizer.param_groups`, or a "
+            "function from a parameter's name to its group."
         )
     titles = [str(group.get("name", i)) for i, group in enumerate(groups)]
     if same := [title for title, count in Counter(titles).items() if count > 1]:
         raise InvalidOperandError(
-            f"Several groups of the optimizer are called `{same[0]}`; one without a `name` has its "
-            "number. Give each another name, or pass a function that gives the group of a "
-            "parameter from its name."
+            f"Several groups of the optimizer are called `{same[0]}`; a group without a `name` is "
+            "called by its number. Give each group a different name, or pass a function from a "
+            "parameter's name to its group."
         )
     titled = {
         p: title for group, title in zip(groups, titles, strict=True) for p in group["params"]
@@ -296,7 +296,7 @@ def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
         if place := without_values(tensor):
             raise InvalidOperandError(
                 f"The direction's entry `{name}` is {place}, which has no values. Pass a tensor on "
-                f"the device of the parameter, `{parameter.device}`."
+                f"the parameter's device, `{parameter.device}`."
             )
         if tensor.is_complex() and not parameter.is_complex():
             raise InvalidOperandError(
@@ -340,5 +340,5 @@ def parameter_of(name: str, names: Names) -> Tensor:
         if its_name == name:
             return parameter
     raise InvalidOperandError(
-        f"`{name}` is no parameter of the Jacobian. `names` lists them, without frozen ones."
+        f"`{name}` is not a parameter of the Jacobian. `names` lists them, without frozen ones."
     )

@@ -1,4 +1,4 @@
-"""Finds tensors inside of arguments and outputs, and replaces them; a dict of limited size."""
+"""Finds tensors inside arguments and outputs, and replaces them; a dict of limited size."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return value
     members = _members(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
-        members = getattr(value, "__dict__", {}) | members  # also attributes that are no fields
+        members = getattr(value, "__dict__", {}) | members  # also attributes that are not fields
     changed = {key: map_tensors(item, function) for key, item in members.items()}
     if all(changed[key] is item for key, item in members.items()):
         return value

@@ -20,12 +20,12 @@ L = TypeVar("L", Tensor, Sequence[Tensor], Mapping[str, Tensor])
 def as_one_tensor(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor:
     """Losses as one tensor: numbers as ``(K,)``, and losses of B samples as ``(B, K)``.
 
-    A list of numbers says that each number is of the whole batch, so that no warning is needed.
+    In a list of numbers, each number belongs to the whole batch, so no warning is needed.
 
     Args:
-        losses: A tensor, which is returned as it is, or several.
+        losses: A tensor, which is returned unchanged, or several.
         batch_dim: As for the engine.
-        told: The warnings that the user was given, to which those that are not needed are added.
+        told: The warnings already issued, to which unnecessary ones are added.
     """
     if isinstance(losses, Tensor):
         return losses
@@ -38,9 +38,9 @@ def as_one_tensor(losses: Losses, batch_dim: BatchDim, told: set[str]) -> Tensor
     if batch_dim not in (0, "auto") or not _are_per_sample(parts):
         raise InvalidLossesError(
             f"The losses have the shapes {', '.join(str(tuple(part.shape)) for part in parts)}, "
-            f"and `batch_dim` is {batch_dim!r}. Several losses go together if each has one number, "
-            "or if the first dimension of each counts the same samples, where a sample without a "
-            "loss has zero. Of batches of their own, pass one tensor (`torch.cat`); of any losses, "
+            f"and `batch_dim` is {batch_dim!r}. Several losses fit together if each is one number, "
+            "or if the first dimension of each counts the same samples (use zero for a missing "
+            "loss). For different batches, pass one tensor (`torch.cat`); for any losses, "
             "pass `batch_dim=None` to `Engine`."
         )
     return torch.cat([part.unsqueeze(-1).flatten(1) for part in parts], 1)
@@ -64,23 +64,23 @@ def weights_like(weights: Tensor, losses: Losses, batch_dim: BatchDim) -> Any:
 
 
 def gramians_by_task(gramian: Tensor, losses: L, *, batch_dim: int | None = 0) -> L:
-    """The Gramian of each task: its blocks on the diagonal, in the order of the task's objectives.
+    """The Gramian of each task: a diagonal block, in the order of the task's objectives.
 
     Args:
         gramian: The Gramian of all objectives of the losses, ``(m, m)``.
-        losses: The losses that the Gramian was computed from: K losses for each of B samples, or a
+        losses: The losses of the Gramian: K losses for each of B samples, or a
             list or a dict with the losses of each task.
-        batch_dim: As for the engine; for ``"auto"``, pass 0, or ``None`` where the objectives are
-            of the whole batch.
+        batch_dim: As for the engine; for ``"auto"``, pass 0, or ``None`` for objectives of the
+            whole batch.
 
     Returns:
         For a tensor, ``(K, B, B)``, with K the product of all other dimensions in row-major order.
         For a list or a dict, a list or a dict with a square matrix for each entry, with as many
-        rows as the entry has elements. The matrices are entries of the Gramian.
+        rows as the entry has elements. The matrices contain entries of the Gramian.
 
     Raises:
-        InvalidBatchDimError: ``batch_dim`` is no dimension of the losses.
-        InvalidOperandError: The Gramian has another size than the losses.
+        InvalidBatchDimError: ``batch_dim`` is not a dimension of the losses.
+        InvalidOperandError: The Gramian and the losses differ in size.
 
     Example:
         >>> import torch
@@ -145,7 +145,7 @@ def parts_of(losses: Losses) -> list[Tensor]:
             )
     if not losses:
         raise InvalidLossesError(
-            "There are no losses: the list or dict of them is empty. Pass one loss at least."
+            "There are no losses: the list or dict is empty. Pass at least one loss."
         )
     return list(losses.values() if isinstance(losses, Mapping) else losses)
 

@@ -1,4 +1,4 @@
-"""The report: which calls read parameters, how their blocks are contracted, and what that costs."""
+"""The report: the calls that read parameters, the contractions of their blocks, and the costs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ParameterReport:
         gradient_flops: Floating-point operations of the parameter's gradient in an ordinary
             backward pass.
         bytes: The size of the factors and of the largest intermediate result.
-        share: The part of ``flops`` in the total of all parameters.
+        share: The parameter's share of the total of ``flops``.
     """
 
     name: str
@@ -50,14 +50,14 @@ class ParameterReport:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What the last Gramian was computed from. As a string, and in a notebook, it is a table.
+    """How the last Gramian was computed. As a string, and in a notebook, it is a table.
 
     Attributes:
-        samples: The number B of samples, or 1 where the objectives were treated as coupled.
-        per_sample: The number K of objectives of each sample, and of backward passes through the
+        samples: The number B of samples, or 1 if the objectives were treated as coupled.
+        per_sample: The number K of objectives per sample, and of backward passes through the
             activations.
-        parameters: One entry for each parameter with a use that the losses depend on.
-        uncovered: For any other parameter, by name, why it has no part in the Gramian.
+        parameters: One entry for each parameter with a use on which the losses depend.
+        uncovered: For any other parameter, by name, why it is not in the Gramian.
     """
 
     samples: int = 0
@@ -76,7 +76,7 @@ class Report:
         return sum(of.gradient_flops for of in self.parameters)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as nested dicts, lists, numbers and strings, as for JSON."""
+        """The report as nested dicts, lists, numbers and strings, ready for JSON."""
         totals = {"flops": self.flops, "gradient_flops": self.gradient_flops}
         fields: dict[str, Any] = json.loads(json.dumps({**asdict(self), **totals}))
         return fields
@@ -105,7 +105,7 @@ class Report:
 
     @property
     def _head(self) -> str:
-        """What was differentiated."""
+        """The differentiated objectives."""
         whole = "the whole batch as one sample" if self.samples == 1 else f"{self.samples} samples"
         return (
             f"Objectives: {self.per_sample} of {whole}, by {self.per_sample} backward pass"
@@ -114,28 +114,28 @@ class Report:
 
     @property
     def _notes(self) -> list[str]:
-        """What the table leaves out, a sentence or two each."""
+        """Notes beside the table, a sentence or two each."""
         lines = [
             "Rows, factors: the cost of either way in multiply-adds and memory traffic. The plan "
-            "is the cheaper.",
+            "is the cheaper way.",
             f"Contractions: {_short(self.flops)}FLOP. An ordinary backward pass has one pass "
             f"through the activations, and {_short(self.gradient_flops)}FLOP for the gradients of "
             "these parameters.",
         ]
         uses = [use for of in self.parameters for use in of.uses]
         if any(use.rule is None for use in uses):
-            lines.append("A fallback makes explicit rows by backward passes that are not counted.")
+            lines.append("A fallback makes explicit rows with backward passes, not counted here.")
         if any(use.is_derived for use in uses):
             lines.append(
-                "Derived tensors count as if rows of them were formed, and what it costs to pull "
-                "these back is not counted."
+                "Derived tensors count as if their rows were formed; the cost of pulling these "
+                "back is not counted."
             )
         return lines + [f"Not covered: `{name}` {why}" for name, why in self.uncovered.items()]
 
 
 _NOTHING = "No Gramian has been computed yet."
 
-# Why a parameter has no part in the Gramian, by whether it is trainable, `None` if it is left out.
+# Why a parameter is not in the Gramian, by whether it is trainable; `None` if it is left out.
 _UNCOVERED = {
     True: "has no use with a gradient from the losses: its columns of J are zero.",
     False: "does not require a gradient.",
@@ -160,7 +160,7 @@ def make_report(summary: Summary) -> Report:
 
 
 def _of_parameter(name: str, blocks: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
-    """The report on one parameter, whose columns are planned again, from shapes alone."""
+    """The report on one parameter, with its columns planned again, from shapes alone."""
     first = blocks[0]
     region = next(of for source, of in first.sources if source == name)
     columns, whole = Columns(region, Devices(summary.limit).on(first.device)), region.canonical

@@ -1,7 +1,8 @@
-"""Changes of what outlives a call, undone whatever happens: also if an interrupt strikes anywhere.
+"""Undoes changes that would outlive a call, whatever happens: even if an interrupt strikes.
 
-Python raises a `KeyboardInterrupt` where a function begins and behind any call, also at the first
-line of what undoes a change. What was not undone there is undone where the outermost call is left.
+Python raises a `KeyboardInterrupt` at the beginning of a function and after any call, even at the
+first line of the code that undoes a change. Remaining changes are undone when the outermost call
+ends.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Block:
 
     def __exit__(self, *_: object) -> None:
         blocks = _HERE.blocks
-        while self in blocks:  # and blocks inside of it that an interrupt has kept from ending
+        while self in blocks:  # and blocks inside it that an interrupt has kept from ending
             blocks[-1]._undo()
             blocks.pop()
 

@@ -1,4 +1,4 @@
-"""Weights: the functions that give them, and what may be multiplied into ``.grad``."""
+"""Weights: the functions that compute them, and checks before multiplication into ``.grad``."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWe
 
 
 def check_weighting(weighting: Any) -> None:
-    """Refuses a weighting that is no function of a Gramian."""
+    """Refuses a weighting that is not a function of a Gramian."""
     if not callable(weighting):
         raise InvalidOperandError(
             f"The weighting is a {type(weighting).__name__}. Pass a function that maps the Gramian "
-            "`(m, m)` to weights `(m,)`. Weights that are known need no Gramian: call "
+            "`(m, m)` to weights `(m,)`. Known weights need no Gramian: call "
             "`losses.backward(weights)`."
         )
     if isinstance(weighting, type):
         name = weighting.__name__
         raise InvalidOperandError(
-            f"The weighting is the class `{name}`. Pass an object of it, as `{name}()`."
+            f"The weighting is the class `{name}`. Pass an instance, `{name}()`."
         )
     rows = "`engine.jacobian(losses).rows(slice(None))`"
     name, kinds = type(weighting).__name__, _kinds_in_torchjd(weighting)
     if "Aggregator" in kinds:
         has_weighting = "GramianWeightedAggregator" in kinds
         raise InvalidOperandError(
-            f"`{name}` is an aggregator, which maps the rows of J to a direction, and the engine "
-            "asks for weights. Pass "
+            f"`{name}` is an aggregator, which maps the rows of J to a direction, but the engine "
+            "needs weights. Pass "
             + (f"`{name}().gramian_weighting`." if has_weighting else f"the rows to it: {rows}.")
         )
-    while kinds := _kinds_in_torchjd(weighting):  # a weighting may be inside of another
+    while kinds := _kinds_in_torchjd(weighting):  # a weighting may be inside another
         name = type(weighting).__name__
         maps = getattr(getattr(weighting, "fn", None), "__name__", "")
         if "_Composition" in kinds and maps == "compute_gramian":
             raise InvalidOperandError(
-                "The weighting makes a Gramian of what it is given, and the engine gives it one. "
+                "The weighting computes a Gramian of its input, but its input is a Gramian. "
                 "Leave out `compute_gramian`; of an aggregator, pass `gramian_weighting`."
             )
         if "_MatrixWeighting" in kinds and name not in _FOR_ANYTHING:
             raise InvalidOperandError(
-                f"`{name}` takes the rows of J, and the engine has the Gramian. Pass a weighting "
-                f"of Gramians, such as `UPGradWeighting()`; or the rows to it, {rows}, and its "
-                "weights to `losses.backward`."
+                f"`{name}` takes the rows of J, but the engine gives it the Gramian. Pass a "
+                "weighting of Gramians, such as `UPGradWeighting()`; or pass the rows to it, "
+                f"{rows}, and its weights to `losses.backward`."
             )
         weighting = getattr(weighting, "weighting", None)
 
@@ -81,8 +81,8 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
         weights = weighting(gramian)
     if gramian._version != version:
         raise InvalidOperandError(
-            "The weighting changed the Gramian that it was given in place. Compute with a copy of "
-            "it there, `gramian.clone()`."
+            "The weighting changed its Gramian in place. Compute with a copy in it, "
+            "`gramian.clone()`."
         )
     if not isinstance(weights, Tensor):
         raise InvalidOperandError(
@@ -117,8 +117,8 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
 class FiniteWeights:
     """Refuses weights that are not finite, for an engine and its Jacobians.
 
-    On a CPU, that is at once. On a GPU, a step would have to wait for its own weights. Instead, the
-    device takes zeros in their place, and a later call raises the error.
+    On a CPU, at once. On a GPU, a step would have to wait for its own weights. Instead, the
+    device replaces them by zeros, and a later call raises the error.
     """
 
     def __init__(self, replays: Replays) -> None:
@@ -159,9 +159,9 @@ class FiniteWeights:
             if not flag.read():
                 raise NonFiniteError(
                     "An earlier call had weights that are infinite or not a number. A step on a "
-                    "GPU does not wait for its weights, so that zeros were multiplied in their "
-                    "place. Look for a division by zero in the weighting, and for an overflow in "
-                    "the losses. To find the step, call `engine.check_replays()` behind each one."
+                    "GPU does not wait for its weights, and has used zeros instead. Look for a "
+                    "division by zero in the weighting, and for an overflow in the losses. To find "
+                    "the step, call `engine.check_replays()` after each step."
                 )
 
 
@@ -174,15 +174,15 @@ def check_finite(weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = N
         raise NonFiniteError(
             "`accumulate_grad` got weights that are infinite or not a number, of the objectives "
             f"{_numbers_of(weights, dtype)}, and has added nothing to `.grad`. Look for a division "
-            "by zero or an overflow in what they are computed from."
+            "by zero or an overflow in their computation."
         )
     if not bool(gramian.isfinite().all()):
         # A single row spoils its column in all other rows.
         rows = _numbers_of(gramian.diagonal(), gramian.dtype)
         raise NonFiniteError(
-            "The weights are infinite or not a number, and nothing was added to `.grad`. The "
-            f"Gramian is so in the rows of the objectives {rows}: look for a division by zero or "
-            "an overflow in these losses. Take `torch.autograd.detect_anomaly()` to find it. To "
+            "The weights are infinite or not a number, and nothing was added to `.grad`. So is the "
+            f"Gramian, in the rows of the objectives {rows}: look for a division by zero or "
+            "an overflow in these losses. Use `torch.autograd.detect_anomaly()` to find it. To "
             "skip such steps, pass a gradient scaler: `engine.backward(losses, weighting, "
             "scaler=scaler)`."
         )
@@ -210,12 +210,12 @@ def check_numbers(vector: Tensor, what: str = "A vector") -> None:
     if not is_real or vector.layout != torch.strided:
         raise InvalidOperandError(
             f"{what} of dtype {vector.dtype} and layout {vector.layout} was given. Pass real "
-            "numbers in a dense tensor: of complex ones, `.real`; of a sparse one, `.to_dense()`."
+            "numbers in a dense tensor: `.real` of a complex one, `.to_dense()` of a sparse one."
         )
     if place := without_values(vector):
         raise InvalidOperandError(
             f"{what} of shape {tuple(vector.shape)} is {place}, which has no values. Pass a tensor "
-            f"that has them, such as one of `torch.ones(..., device=gramian.device)`."
+            f"with values, such as `torch.ones(..., device=gramian.device)`."
         )
 
 

@@ -1,4 +1,4 @@
-"""Errors and warnings of autogram: one base, and the builtin that each refines. Forms of text."""
+"""Errors and warnings of autogram, each with the builtin that it refines; formatting of texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AutogramError(Exception):
 
 
 class InvalidModulesError(AutogramError, ValueError):
-    """The modules given to an engine cannot be hooked together."""
+    """The modules passed to an engine cannot be hooked together."""
 
 
 class InvalidLossesError(AutogramError, ValueError):
@@ -57,11 +57,11 @@ class InvalidBatchDimError(AutogramError, IndexError):
 
 
 class InvalidOptionError(AutogramError, ValueError):
-    """An option has a value that it cannot have."""
+    """An option has an invalid value."""
 
 
 class NotConnectedError(AutogramError, ValueError):
-    """No recorded use of a parameter is reachable from the losses."""
+    """The losses do not depend on any recorded use of a parameter."""
 
 
 class MixedSamplesError(AutogramError, ValueError):
@@ -69,7 +69,7 @@ class MixedSamplesError(AutogramError, ValueError):
 
 
 class NonFiniteError(AutogramError, ArithmeticError):
-    """A cotangent, a gradient or a Gramian from which something follows is not finite."""
+    """A cotangent, a gradient, a Gramian or weights are not finite."""
 
 
 class InvalidOperandError(AutogramError, ValueError):
@@ -85,23 +85,23 @@ class FreedGraphError(AutogramError, RuntimeError):
 
 
 class UnsupportedError(AutogramError, NotImplementedError):
-    """A call that is valid PyTorch has no right result here, and is refused.
+    """A call that is valid in PyTorch would give a wrong result here, and is refused.
 
-    The builtin is the one that PyTorch raises for what a backend does not have.
+    PyTorch raises the same builtin for operations that a backend does not support.
     """
 
 
 class UnseenUseError(AutogramError, RuntimeError):
-    """A parameter is used where calls are not recorded, and the engine is told to refuse that."""
+    """A parameter is used where calls are not recorded, and the engine has ``unseen="error"``."""
 
 
 class VerificationError(AutogramError, ArithmeticError):
-    """A result and an ordinary backward pass do not agree.
+    """A result does not agree with an ordinary backward pass.
 
     Attributes:
-        gaps: How far the gradients of a random sum of the losses are apart, by name of the
-            parameter: the norm of the difference, relative to the larger norm. Empty if gradients
-            agree, and a Gramian or another product does not.
+        gaps: The distance between the gradients of a random sum of the losses, by parameter name:
+            the norm of the difference, relative to the larger norm. Empty if the gradients
+            agree, but a Gramian or another product does not.
         is_of_samples: Whether they agree if the whole batch is treated as one sample.
         is_late: Whether results of earlier calls are in doubt, too.
     """
@@ -115,13 +115,12 @@ class VerificationError(AutogramError, ArithmeticError):
         self.is_late = is_late
 
     def since(self, calls: tuple[int, int]) -> VerificationError:
-        """The same error, where layouts were wrong since the first of two ``calls``."""
+        """The same error, if layouts were wrong since the first of two ``calls``."""
         return VerificationError(
             f"The results of the calls {calls[0]} to {calls[1]} of this engine are in doubt: the "
-            "places of the samples were remembered, and are not right any more. The samples "
-            "of such graphs count as mixed from now on. To go on, take the parameters from before "
-            "these calls; "
-            f'`Engine(..., verify="always")` would have found it at once. {self}',
+            "remembered places of the samples are wrong. To go on, take the parameters from before "
+            "these calls. From now on, the samples of such graphs count as mixed. "
+            f'`Engine(..., verify="always")` would have found this at once. {self}',
             gaps=self.gaps,
             is_of_samples=self.is_of_samples,
             is_late=True,
@@ -129,11 +128,11 @@ class VerificationError(AutogramError, ArithmeticError):
 
 
 class StaleCaptureError(AutogramError, RuntimeError):
-    """A captured step was replayed with values that it is not right for."""
+    """A captured step was replayed with values for which it is wrong."""
 
 
 class HookError(AutogramError, ValueError):
-    """A hook is registered twice, cannot be called as its kind is, or does not exist."""
+    """A hook is registered twice, takes other arguments than its kind, or does not exist."""
 
 
 class RuleError(AutogramError, ValueError):
@@ -141,7 +140,7 @@ class RuleError(AutogramError, ValueError):
 
 
 class MemoryLimitError(AutogramError, torch.OutOfMemoryError):
-    """Memory ran out during a contraction, also with a smaller limit."""
+    """Memory ran out during a contraction, even with a smaller limit."""
 
 
 class RemovedEngineError(AutogramError, RuntimeError):
@@ -151,10 +150,10 @@ class RemovedEngineError(AutogramError, RuntimeError):
 class RankError(AutogramError, RuntimeError):
     """A step of several processes failed in one of them, or they do not fit together.
 
-    All of them raise it, but for one that was interrupted, and the next step works.
+    All processes raise it, except an interrupted one, and the next step works.
 
     Attributes:
-        ranks: The processes that are to blame, by their number in the engine's group.
+        ranks: The processes that caused it, by their number in the engine's group.
     """
 
     def __init__(self, message: str, *, ranks: Sequence[int]) -> None:
@@ -163,7 +162,7 @@ class RankError(AutogramError, RuntimeError):
 
 
 class RuleCheckError(AutogramError, AssertionError):
-    """A rule disagrees with plain autograd, or did not answer for a parameter."""
+    """A rule disagrees with plain autograd, or has no recipe for a parameter."""
 
 
 class CoupledObjectivesWarning(UserWarning):
@@ -175,7 +174,7 @@ class UnseenUseWarning(UserWarning):
 
 
 class CompiledPartWarning(UserWarning):
-    """Parts of a model are compiled so that nothing is seen inside, and get explicit rows."""
+    """Parts of a model are compiled with a backend that hides their calls: explicit rows."""
 
 
 class UnverifiedWarning(UserWarning):
@@ -183,11 +182,11 @@ class UnverifiedWarning(UserWarning):
 
 
 class InexactWeightsWarning(UserWarning):
-    """The weights of a step fulfil their optimality conditions only roughly."""
+    """The error of a step's weights exceeds the tolerance."""
 
 
 def listed(texts: Sequence[str]) -> str:
-    """Some texts in a message, of which there may be many."""
+    """Joins some texts for a message, and shortens a long list."""
     return ", ".join(texts[:8]) + f" and {len(texts) - 8} others" * (len(texts) > 8)
 
 

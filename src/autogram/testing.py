@@ -1,4 +1,4 @@
-"""Tools to test against plain autograd."""
+"""Tools for tests against plain autograd."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["check_rule", "reference_jacobian"]
 
 
 def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    """The Jacobian by plain autograd, one objective at a time.
+    """The Jacobian from plain autograd, one objective at a time.
 
     Args:
         losses: Objectives, any shape with m elements. Their graph is kept.
@@ -32,7 +32,7 @@ def reference_jacobian(losses: Tensor, parameters: Iterable[Tensor]) -> Tensor:
             not require a gradient are left out.
 
     Returns:
-        ``(m, n)``, with rows in the row-major order of the losses, by m backward passes; on the
+        ``(m, n)``, with rows in the row-major order of the losses, from m backward passes; on the
         device of the losses. A complex number has two columns, for its real and imaginary part.
     """
     trainable = [p for p in parameters if p.requires_grad]
@@ -56,24 +56,24 @@ _NO_LIMIT = Limit(2**40)
 def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Compares the rule of a function with plain autograd, for one call.
 
-    The call is recorded as in an engine. The rows of its blocks are compared with the rows that
-    autograd gives for random cotangents: with the batch as one sample, with the samples in each
+    The call is recorded as in an engine. The rows of its blocks are compared with autograd's rows
+    for random cotangents: with the batch as one sample, with the samples in each
     dimension of the output that the rule allows, with the samples folded with other positions in
-    both orders, and with samples in irregular places; each with one objective for each sample, and
-    with three.
+    both orders, and with samples in irregular places; each with one and with three objectives
+    for each sample.
 
     Args:
-        function: A function with a rule, or a function that makes a single call of such a function.
+        function: A function with a rule, or one that calls such a function once.
             For a custom autograd Function, the class or its ``apply``.
         args: The arguments of the call. Tensors that require a gradient are the parameters, each
             of which must get a recipe; the other tensors are the inputs, and there must be one.
             Use float64, different sizes, and four or six samples, which can be folded.
-        kwargs: Further arguments of the call.
+        kwargs: Keyword arguments of the call.
 
     Raises:
         RuleCheckError: The rule is wrong by more than rounding (1e-9 of the largest entry of the
             rows in float64, 1e-4 in float32, 5e-2 in half precision), or has no recipe for a
-            parameter. In training, rows would then be computed without the rule: exact and slower.
+            parameter. In training, rows would then be computed without the rule: exact, but slower.
 
     Example:
         >>> import torch
@@ -92,8 +92,8 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     names = {copies[x]: name for x, name in named.items() if x.requires_grad}
     if not names:
         raise RuleCheckError(
-            "No argument requires a gradient: pass the tensors that the rule has recipes for with "
-            "`requires_grad=True`."
+            "No argument requires a gradient: pass the tensors for which the rule has recipes "
+            "with `requires_grad=True`."
         )
     channel = Channel(lambda: names)
     recorder = Recorder(Tapping(channel.begin()))
@@ -106,7 +106,7 @@ def check_rule(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     outputs = [tensor for tensor in tensors_in(computed) if tensor.requires_grad]
     if not outputs:
         raise RuleCheckError(
-            f"`{kind_of(function).name}` returned a {type(output).__name__}, and no tensor that "
+            f"`{kind_of(function).name}` returned a {type(output).__name__}, not a tensor that "
             "requires a gradient."
         )
     for tensor in outputs:
@@ -132,7 +132,7 @@ def _check_output(
                 rows = _rows_of_blocks(use, layout, cotangents[:count], saved, names)
             except Exception as error:
                 raise RuleCheckError(
-                    f"The rule of `{use.function}` gives no block {setting}: {error}"
+                    f"The rule of `{use.function}` fails to give a block {setting}: {error}"
                 ) from error
             for parameter, name in names.items():
                 gap = _gap(name, rows[parameter], expected[parameter][:count])
@@ -147,7 +147,7 @@ def _check_output(
 def _only_use(
     function: Callable[..., Any], channel: Channel, output: Tensor
 ) -> tuple[Use, tuple[Tensor, ...], Tensor]:
-    """The only use that was recorded, what its tap saved, and cotangents ``(3, *output)``."""
+    """The only recorded use, the tensors saved by its tap, and cotangents ``(3, *output)``."""
     shape = (max(_PER_SAMPLE), *output.shape)
     generator = torch.Generator().manual_seed(0)  # the user's random state is not changed
     dtype = torch.complex128 if output.is_complex() else torch.float64
@@ -165,15 +165,15 @@ def _only_use(
 
 
 def _why_unanswered(function: Callable[..., Any], use: Use, missed: list[str]) -> str:
-    """The message for a call that was left to the fallback."""
+    """The message for a call that the fallback computed."""
     reason = f"The rule of `{kind_of(function).name}` does not take these arguments,"
     hint = "A tensor that is passed twice needs two recipes."
     if find_rule(function) is None:
         reason = f"`{use.function}` has no rule, or its rule"
-        hint = "Register the function that a `torch.overrides.TorchFunctionMode` is shown."
+        hint = "Register the function that a `torch.overrides.TorchFunctionMode` sees."
     return (
-        f"{reason} returned `None`, or has no recipe for {', '.join(missed)}, so that the fallback "
-        f"computes the call: exact, and slower. {hint}"
+        f"{reason} returned `None`, or has no recipe for {', '.join(missed)}, so the fallback "
+        f"computes the call: exact, but slower. {hint}"
     )
 
 
@@ -219,9 +219,9 @@ def _rows_of_blocks(
 def _rows_of_autograd(
     layout: Layout | None, output: Tensor, cotangents: Tensor, parameters: Collection[Tensor]
 ) -> dict[Tensor, Tensor]:
-    """Rows by plain autograd: the rows of a sample are those of its part of the output."""
+    """Rows from plain autograd: a sample's rows are those of its part of the output."""
     (masked,) = one_sample_each(layout, cotangents, _NO_LIMIT.elements, 1)  # (k, b, *output)
-    # Of complex numbers, the cotangent g is that of the real part of conj(g) y.
+    # For complex numbers, the cotangent g is that of the real part of conj(g) y.
     products = (masked.conj() * output).real if output.is_complex() else masked * output
     losses = products.reshape(*masked.shape[:2], -1).sum(2)
     jacobian = reference_jacobian(losses, parameters)
@@ -234,11 +234,11 @@ def _rows_of_autograd(
 
 
 def _gap(name: str, found: Tensor | None, expected: Tensor) -> float:
-    """How far rows are from those of plain autograd, relative to the largest entry of these."""
+    """The distance of rows from plain autograd's, relative to the largest entry of these."""
     scale = float(expected.abs().max())
     if scale == 0:
         raise RuleCheckError(
-            f"The gradient of {name} is zero, so that the check shows nothing. Take other inputs."
+            f"The gradient of {name} is zero, so the check shows nothing. Take other inputs."
         )
     if found is None or found.shape != expected.shape:
         return math.inf

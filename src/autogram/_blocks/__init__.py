@@ -1,4 +1,4 @@
-"""Blocks: the Jacobian as factors, and how they are contracted. Tensors only, no autograd."""
+"""Blocks: the Jacobian as factors, and their contraction. Tensors only, no autograd."""
 
 from autogram._blocks.block import Adjoint, Block, block_of_equation, joined, rows_block
 from autogram._blocks.bundle import (

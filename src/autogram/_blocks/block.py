@@ -68,11 +68,11 @@ class Equation:
         inputs: The indices of each operand.
         parameter: The indices of the tensor's dimensions.
         is_rows: Whether the block is explicit rows, with their dimensions in any order.
-        is_in_order: Whether these are in the order of the tensor's.
-        is_small: Whether rows have no more elements than an operand, as those of a bias or a scale.
-        places: Where each dimension of the tensor first is in the inputs, -1 for one of size one.
+        is_in_order: Whether these are in the tensor's order.
+        is_small: Whether rows are not larger than an operand, such as those of a bias or a scale.
+        places: The first place of each dimension in the inputs, -1 for one of size one.
         order_of_factors: The tensor's dimensions in the order of the block's operands.
-        positions: The indices that every operand has and that are summed over.
+        positions: The indices of every operand that are summed over.
     """
 
     def __init__(self, text: str) -> None:
@@ -100,7 +100,7 @@ def reordered(equation: str, order: tuple[int, ...]) -> str:
 
 
 class Kept(ABC):
-    """Something that keeps tensors, and notices when they are changed in place."""
+    """Keeps tensors, and notices changes in place."""
 
     _versions: list[int] | None = None
     """Those of the tensors at the first check."""
@@ -118,16 +118,16 @@ class Kept(ABC):
         elif self._versions != versions:
             raise ChangedTensorError(
                 "A tensor that the Jacobian is made of was changed in place since it was computed. "
-                "If an optimizer's step or an in-place operation did this: Call the Jacobian's "
-                "methods before, or compute the losses and the Jacobian again. If a custom "
-                "autograd Function or a hook did it to the gradient that it was given: Return a "
-                "new tensor there, `g * 2` and not `g.mul_(2)`."
+                "Call the Jacobian's methods before an optimizer's step or an in-place operation, "
+                "or compute the losses and the Jacobian again. If a custom autograd Function or a "
+                "hook changed its incoming gradient, return a new tensor there: `g * 2`, not "
+                "`g.mul_(2)`."
             )
 
 
 @dataclass(eq=False)
 class Block(Kept):
-    """Rows of J for one tensor, as an einsum that need not be carried out.
+    """Rows of J for one tensor, as an einsum that may never be computed.
 
     The output indices are ``k`` (objective of a sample), ``b`` (sample) and then the dimensions of
     the tensor. Every other index is summed over: positions such as tokens or pixels.
@@ -136,7 +136,7 @@ class Block(Kept):
     equation: str
     operands: tuple[Tensor, ...]
     adjoint: Adjoint | None = None
-    """A faster way to all rows and weighted sums of them, or ``None``. Slices have none."""
+    """A faster way to all rows and their weighted sums, or ``None``, as for slices."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ class Block(Kept):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The operands, and what the adjoint saved."""
+        """The operands, and the tensors saved by the adjoint."""
         return self.operands if self.adjoint is None else self.operands + self.adjoint.saved
 
     @property
@@ -176,7 +176,7 @@ class Block(Kept):
         return prod([sizes[label] for label in "kb" + self.parameter])
 
     def has_fast_adjoint(self, kernels: Kernels) -> bool:
-        """Whether the adjoint gives rows faster than an einsum does, of all samples at once."""
+        """Whether the adjoint gives the rows of all samples at once faster than an einsum."""
         if self.adjoint is None or self.adjoint.of_samples is None:
             return False
         patches, dtypes = max([x.numel() for x in self.operands]), [x.dtype for x in self.operands]
@@ -185,7 +185,7 @@ class Block(Kept):
         return kernels.prefers_adjoint(patches, rows, self.sizes["i"], *dtypes)
 
     def form(self, differing: str) -> Hashable:
-        """A key, equal for blocks that differ in nothing but the sizes of some indices."""
+        """A key that is equal for blocks that differ only in the sizes of some indices."""
         sizes: Hashable = self.shapes
         if differing:
             sizes = tuple([n for label, n in self.sizes.items() if label not in differing])
@@ -225,7 +225,7 @@ class Block(Kept):
 
 
 def joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Tensors one behind the other, without a copy where there is but one."""
+    """Concatenates tensors, without a copy if there is only one."""
     return torch.cat(list(tensors), dim) if len(tensors) > 1 else tensors[0]
 
 
@@ -241,12 +241,12 @@ def block_of_equation(
     """The block of a use, from an equation that does not know where the samples are.
 
     Args:
-        equation: Indices of the cotangent and of the factors, and after the arrow those of the
-            tensor's dimensions, as in ``"to,ti->oi"``. Neither ``k`` nor ``b`` is in it.
+        equation: Indices of the cotangent and the factors, and after the arrow those of the
+            tensor's dimensions, as in ``"to,ti->oi"``, without ``k`` and ``b``.
         dims: The index of each dimension of the use's output that may hold the samples.
         layout: Where the samples are, or ``None`` if all positions belong to one sample.
         cotangent: The cotangent, with a leading dimension for the objectives.
-        factors: What the rule saved.
+        factors: The tensors saved by the rule.
 
     Returns:
         The block, with ``B = 1`` if ``layout`` is ``None``.
@@ -271,11 +271,11 @@ def block_of_equation(
 def _split_equation(
     equation: str, labels: str, has_before: bool, has_after: bool
 ) -> tuple[str, list[int | None], bool]:
-    """Splits ``b`` out of an index, or out of several ``labels`` that operands have in a row.
+    """Splits ``b`` out of an index, or out of several adjacent ``labels`` of operands.
 
     Returns the new equation, the first dimension of these in each operand, and whether an identity
-    matrix is to be one more factor. A tensor that is itself indexed by the samples needs it: the
-    row of each sample has entries at the sample's own index alone.
+    matrix must be added as a factor. A tensor that is itself indexed by the samples needs it: each
+    sample's row has entries only at the sample's own index.
     """
     terms, out = equation.split("->")
     inputs = ["k" + terms.split(",")[0], *terms.split(",")[1:]]
@@ -291,7 +291,7 @@ def _split_equation(
 
 @lru_cache(maxsize=4096)
 def cross_equation(first: str, second: str, *, is_diagonal: bool = False) -> str:
-    """The equation of inner products of the rows of two blocks: of all pairs, or of equal k, b."""
+    """The equation of inner products of the rows of two blocks: all pairs, or equal k and b."""
     first_inputs, first_output = first.split("->")
     second_inputs, second_output = second.split("->")
     unused = unused_labels(first, second)

@@ -1,8 +1,8 @@
 """Bundles: columns of several parameters that are contracted together.
 
-A contraction of tiny factors takes less time than the calls that start it. So tiny columns of equal
-form are stacked, and contracted as the columns of one parameter with one more dimension. Weight and
-bias of a layer have a factor in common, whose products with itself are computed once for both.
+A contraction of tiny factors takes less time than the calls that start it. Tiny columns of equal
+form are therefore stacked, and contracted like the columns of one parameter with one more
+dimension. A layer's weight and bias share a factor, whose products with itself are computed once.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _FULL = 2**22
 
 
 class Bundles:
-    """Columns that wait for others of equal form, to be contracted together."""
+    """Columns that wait for others of equal form, for a joint contraction."""
 
     def __init__(self) -> None:
         self._open: dict[Hashable, list[Columns]] = {}
 
     def add(self, *found: Columns) -> list[list[Columns]]:
-        """Takes in the columns of parameters that a call has read, those of a weight first.
+        """Adds the columns of parameters that a call has read, those of a weight first.
 
         Returns:
-            The bundles to contract now: columns that are not tiny, alone or those of weight and
-            bias of one layer together, and bundles that are full.
+            The bundles to contract now: columns that are not tiny, alone or with weight and
+            bias of one layer together, and full bundles.
         """
         blocks = [columns.single for columns in found]
         if len(found) == 2:
@@ -77,7 +77,7 @@ class Bundles:
 
 
 def form_in_bundle(columns: Columns, block: Block) -> tuple[Hashable, int]:
-    """The form of columns that have one block, and how many elements they add to a bundle."""
+    """The form of columns with one block, and the number of elements they add to a bundle."""
     return block.form(""), block.elements + prod(columns.parameter.shape)
 
 
@@ -89,7 +89,7 @@ def bundled(found: Iterable[Columns]) -> Iterator[list[Columns]]:
 
 
 def gram_of_bundle(bundle: Sequence[Columns]) -> Tensor | None:
-    """The sum of the Gramians of a bundle, as :meth:`Columns.gram` gives them."""
+    """The sum of the Gramians of a bundle, as from :meth:`Columns.gram`."""
     if len(bundle) == 1:
         return bundle[0].gram()
     blocks = _only_blocks(bundle)
@@ -103,12 +103,12 @@ def weighted_sums(
 ) -> dict[Tensor, Tensor | None]:
     """J^T w of some parameters, for weights ``(k, b)`` or several, ``(s, k, b)``.
 
-    Results own their memory, with strides as autograd would give them. They are where the factors
-    are: in one place, or, if this is ``None``, each on the device of its parameter.
+    Results own their memory, with autograd's strides. They are on the factors' device:
+    in one place, or, if this is ``None``, each on the device of its parameter.
     """
     if isinstance(found, Rows):
         return found.weighted_sums(weights)
-    # One tensor for all parameters, which is new: kernels may compute something from it once. Its
+    # One new tensor for all parameters: kernels may compute something from it once. Its
     # strides are always the same, and so are the programs.
     weights = weights.contiguous()
     stack = weights.view(weights.shape) if weights.dim() == 3 else weights.unsqueeze(0)
@@ -139,10 +139,10 @@ def _by_program(
     settings: Hashable,
     compute: Callable[[], Sequence[Tensor | None]],
 ) -> Sequence[Tensor | None]:
-    """The weighted sums of some columns as a function computes them, by a program if there is one.
+    """The weighted sums of some columns from a function, or from a program if there is one.
 
-    There is one for all parameters of a step that comes again and again. There are others for
-    single parameters: layers of one form share them, and steps in which other layers differ.
+    A step that recurs has one program for all parameters. Other programs are for
+    single parameters: layers of one form share them, and so do steps in which other layers differ.
     """
     if is_writing():
         return compute()
@@ -182,7 +182,7 @@ def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> Sequence[Tensor | No
     total = weighted_sum([_stack(_only_blocks(bundle))], weights, bundle[0].kernels)
     parts = [total.select(1, i).reshape(len(weights), -1) for i in range(len(bundle))]
     views = [from_storage(part, x.parameter) for part, x in zip(parts, bundle, strict=True)]
-    # Copied here: with views of all bundles, the sums of all would be there twice in the end.
+    # Copied here: with views of all bundles, all sums would exist twice at the end.
     pairs = zip(views, bundle, strict=True)
     copies = [x.new_empty_strided(x.shape, _strides(x, of.parameter)) for x, of in pairs]
     torch._foreach_copy_(copies, views)  # on a GPU, in one launch
@@ -192,10 +192,10 @@ def _sums_of(bundle: Sequence[Columns], weights: Tensor) -> Sequence[Tensor | No
 def _owned(
     totals: Sequence[Tensor | None], parameters: Sequence[Region]
 ) -> Sequence[Tensor | None]:
-    """Weighted sums that are no views and share their memory with nothing, copied where they must.
+    """Weighted sums that are not views and own their memory, copied if necessary.
 
     Views share a counter of changes with all views of their base, cannot be detached in place, and
-    are pickled with the whole of their storage.
+    are pickled with their whole storage.
     """
     owned: list[Tensor | None] = []
     copies: list[Tensor] = []
@@ -207,7 +207,7 @@ def _owned(
             continue
         strides, storage = _strides(total, parameter), total.untyped_storage()
         is_shared = storage.nbytes() > total.nbytes or storage._cdata in taken
-        # A tensor that is made of others has an empty storage.
+        # A tensor composed of others has an empty storage.
         is_shared |= type(total) is not Tensor and hasattr(total, "__tensor_flatten__")
         if is_shared or total.stride() != strides:
             originals.append(total)
@@ -224,7 +224,7 @@ def _owned(
 
 
 def _strides(total: Tensor, parameter: Region) -> tuple[int, ...]:
-    """Those that autograd would give ``(*parameter)``, or several of them, ``(s, *parameter)``."""
+    """Autograd's strides of ``(*parameter)``, or of several gradients, ``(s, *parameter)``."""
     strides = (parameter if parameter.is_gapless else Region.contiguous(parameter.shape)).strides
     if total.dim() == len(strides):
         return strides
@@ -232,14 +232,14 @@ def _strides(total: Tensor, parameter: Region) -> tuple[int, ...]:
 
 
 class Rows(Mapping[Tensor, Columns]):
-    """The columns of some parameters as views of one matrix, which has their rows side by side.
+    """The columns of some parameters as views of one matrix, with their rows side by side.
 
-    Products of all parameters are products of the matrix. Columns are made when asked for.
+    Products of all parameters are products of the matrix. Columns are made on request.
 
     Args:
         parameters: The parameters in the order of the matrix, and whether each has columns.
-        matrix: ``(m, n)``. What is there of parameters without columns is zero.
-        kernels: Those of its device.
+        matrix: ``(m, n)``. Entries of parameters without columns are zero.
+        kernels: The kernels of its device.
     """
 
     def __init__(self, parameters: Mapping[Tensor, bool], matrix: Tensor, kernels: Kernels) -> None:
@@ -261,7 +261,7 @@ class Rows(Mapping[Tensor, Columns]):
         return self._kernels.gram(self._matrix)
 
     def weighted_sums(self, weights: Tensor) -> dict[Tensor, Tensor | None]:
-        """J^T w of each parameter that has columns, as :func:`weighted_sums` gives them."""
+        """J^T w of each parameter with columns, as from :func:`weighted_sums`."""
         sums = weights.squeeze(-1).to(self._matrix) @ self._matrix
         regions, totals = [], []
         for parameter, (start, size) in self._places.items():
@@ -309,9 +309,9 @@ def _stack(blocks: Sequence[Block]) -> Block:
 
 @lru_cache(maxsize=4096)
 def _stacked_equation(equation: str) -> tuple[str, int]:
-    """The equation of a stack, and the dimension of every factor along which it is stacked.
+    """The equation of a stack, and the stacked dimension of every factor.
 
-    Explicit rows are stacked behind the dimensions of the objectives, where they need no copy.
+    Explicit rows are stacked after the dimensions of the objectives, which needs no copy.
     """
     inputs, output = equation.split("->")
     label = next(unused_labels(equation))
@@ -322,7 +322,7 @@ def _stacked_equation(equation: str) -> tuple[str, int]:
 
 
 def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
-    """The columns of one parameter for several sets of samples, as those of all samples.
+    """Joins the columns of one parameter for several sets of samples.
 
     Factors are copied. All sets have the same number of objectives per sample.
     """
@@ -335,7 +335,7 @@ def side_by_side(parts: Sequence[tuple[Columns, Subset]]) -> Columns:
 
 
 def in_places(columns: Columns, parameter: Region) -> Columns:
-    """Columns for a parameter that has other places now, as rows; or those given, if it has not.
+    """Columns as rows for a parameter that has moved in memory; otherwise the same columns.
 
     Between two passes, its memory format may change, or it may move into a buffer.
     """

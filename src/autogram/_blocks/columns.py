@@ -1,4 +1,4 @@
-"""Columns: everything that is known of J for one parameter."""
+"""Columns: the part of J that belongs to one parameter."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ Room = Callable[[torch.device, int], bool]  # whether a device has room for so m
 
 
 class Columns:
-    """The columns of J that belong to one parameter, as the sum of the blocks of its uses.
+    """The columns of J for one parameter, as the sum of the blocks of its uses.
 
-    Blocks are kept by the region of the parameter that they cover. Regions that share no element
+    Blocks are kept by the region of the parameter that they cover. Regions without a common element
     have no cross term; blocks of equal regions add up.
     """
 
@@ -55,7 +55,7 @@ class Columns:
     def add(self, region: Region, block: Block | Lookup, subset: Subset | None = None) -> None:
         """Adds the block of one use, whose tensor dimensions are those of ``region``.
 
-        Blocks of a subset of the samples become one, where they can, when a product needs them.
+        Blocks of subsets of the samples are merged, if possible, when a product needs them.
         """
         if 0 in region.shape:
             return  # of no element
@@ -77,10 +77,10 @@ class Columns:
         blocks = self._blocks.setdefault(region.canonical, [])
         is_small = parsed(block.equation).is_small
         if is_small and (len(block.operands) == 1 or block.elements > self.kernels.tiny):
-            # Every product would form these rows. Of tiny factors, a bundle forms them together.
+            # Every product would form these rows. For tiny factors, a bundle forms them together.
             block = explicit([block], self.kernels)
         if blocks and block.is_rows and blocks[-1].equation == block.equation:
-            # Explicit rows are added up at once: a recurrent loop would pile up one set a step.
+            # Explicit rows are added up at once: a recurrent loop would collect one set per step.
             self.check()
             block = Block(block.equation, (blocks[-1].operands[0] + block.operands[0],))
             blocks.pop()  # last, as memory may run out before
@@ -94,9 +94,9 @@ class Columns:
             block.check()
 
     def keep(self, form: Keep, room: Room, memory: Memory | None = None) -> int:
-        """Replaces factors by rows for products to come; returns how many elements of these count.
+        """Replaces factors by rows for later products; returns the counted number of elements.
 
-        ``"auto"`` does so where the Gramian forms rows that have no more elements than the factors.
+        ``"auto"`` does so if the Gramian forms rows that are not larger than the factors.
         ``"rows"`` does so for larger rows, too, if reading them is faster than contracting again,
         and if there is ``room`` for them: only larger rows count. ``"factors"`` never does.
         """
@@ -123,7 +123,7 @@ class Columns:
 
     @property
     def single(self) -> Block | None:
-        """The only block, if it covers the whole parameter and there are no gaps in its storage."""
+        """The only block, if it covers the whole parameter without gaps in its storage."""
         if self._partial:
             self._complete()
         if len(self._blocks) != 1 or self._lookups:
@@ -154,7 +154,7 @@ class Columns:
     def plans(self) -> list[tuple[Plan, ...]]:
         """The plans that :meth:`gram` compares for each region, without those of lookups.
 
-        Plans depend on shapes alone, so that the blocks may be without data.
+        Plans depend on shapes alone, so the blocks may be without data.
         """
         self._complete()
         parts = [self._spread()] if self._has_overlaps else self._blocks.values()
@@ -239,7 +239,7 @@ class Columns:
         return some
 
     def found(self) -> list[Factors]:
-        """Everything that was added, of all samples, and the region that it covers."""
+        """All added blocks, for all samples, with the region that each covers."""
         self._prepare()
         found: list[Factors] = [(region, x) for region, of in self._blocks.items() for x in of]
         return [*found, *[(self._whole, x) for x in self._lookups]] if self._lookups else found
@@ -263,7 +263,7 @@ class Columns:
 
     @classmethod
     def of(cls, parameter: Region, kernels: Kernels, found: Iterable[Factors]) -> Columns:
-        """Columns from what :meth:`found` gave elsewhere: another process may have sent it."""
+        """Columns from the result of :meth:`found` elsewhere, such as in another process."""
         columns = cls(parameter, kernels)
         for region, block in found:
             block.check()
@@ -274,9 +274,9 @@ class Columns:
         return columns
 
     def narrow(self) -> Subset | None:
-        """Drops samples without rows, if each use was of some samples alone.
+        """Drops samples without rows, if each use covers only some samples.
 
-        Returns the samples that the rows belong to from now on, or ``None`` for all in order.
+        Returns the samples of the remaining rows, or ``None`` for all in order.
         """
         if self._blocks or self._lookups or not self._partial:
             return None
@@ -297,7 +297,7 @@ class Columns:
         return any(overlap(p, q) for p, q in combinations(self._regions, 2))
 
     def _prepare(self) -> None:
-        """Checks what is kept, and makes blocks of all samples: to be called before a product."""
+        """Checks the kept tensors, and makes blocks of all samples. Call it before a product."""
         self.check()
         self._complete()
         if len(self._lookups) > 1:
@@ -313,17 +313,17 @@ class Columns:
         for lookup in self._lookups:
             size = lookup.size(self._whole.shape)
             totals.append(products_of_lookup(kind, lookup, size, others, self.kernels))
-            others.append(lookup)  # its products with lookups by another dimension come with these
+            others.append(lookup)  # its products with lookups by another dimension are included
         return _sum(totals)
 
     def _complete(self, samples: Sequence[int] | None = None) -> None:
-        """Makes blocks of some samples blocks of all, or of those that are given."""
+        """Extends blocks of some samples to all samples, or to given ones."""
         if not self._partial:
             return
         self.check()
         blocks = list(self._partial.blocks(samples))
         lookups = self._partial.lookups(samples)
-        # All is changed last: if memory runs out before, another attempt begins where this one did.
+        # Changes come last: if memory runs out before, another attempt starts from the same state.
         for region, block in blocks:
             self._blocks.setdefault(region, []).append(block)
         self._lookups = *self._lookups, *lookups

@@ -1,8 +1,8 @@
-"""Gathering: blocks that have rows of some samples only, made blocks of all samples.
+"""Gathering: extends blocks with rows of some samples to blocks of all samples.
 
-A loop over samples calls a layer once for each sample. The blocks of such calls differ in nothing
-but the sample, and sometimes in the number of positions. Side by side along ``b``, and filled up
-with zeros, these blocks are the block that one call for all samples would have had.
+A loop over samples calls a layer once for each sample. The blocks of such calls differ only in the
+sample, and sometimes in the number of positions. Concatenated along ``b``, and padded
+with zeros, they form the block that one call for all samples would have had.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _Part = tuple[Subset, Block]
 
 
 class Gathering:
-    """Blocks and lookups of one parameter that have rows of some samples only."""
+    """Blocks and lookups of one parameter with rows of some samples only."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._lookups: list[tuple[Subset, Lookup]] = []
         self._blocks: dict[tuple[Region, Subset, str, int], Block] = {}
-        """Keys: region, samples, equation, and 0 for explicit rows or else a number of its own."""
+        """Keys: region, samples, equation, and 0 for explicit rows, otherwise a unique number."""
 
     @property
     def kept(self) -> list[Block | Lookup]:
@@ -41,14 +41,14 @@ class Gathering:
 
     @property
     def together(self) -> Subset:
-        """The samples that any block has rows of."""
+        """The samples with rows in any block."""
         subsets = [subset for _, subset, *_ in self._blocks]
         subsets += [subset for subset, _ in self._lookups]
         samples = sorted({sample for subset in subsets for sample in subset.samples})
         return Subset(tuple(samples), subsets[0].batch)
 
     def add(self, region: Region, subset: Subset, block: Block | Lookup) -> None:
-        """Takes in a lookup, or a block of a region, as rows where these are no larger."""
+        """Adds a lookup, or a block of a region, as rows if these are not larger."""
         if isinstance(block, Lookup):
             block.check()
             self._lookups.append((subset, block))
@@ -59,14 +59,14 @@ class Gathering:
         number = 0 if block.is_rows else len(self._blocks) + 1
         key = (region, subset, block.equation, number)
         if known := self._blocks.get(key):
-            # Rows of one call and the next are added up at once, as in a recurrent loop.
+            # Rows of successive calls are added up at once, as in a recurrent loop.
             known.check()
             block = Block(block.equation, (known.operands[0] + block.operands[0],))
         block.check()
         self._blocks[key] = block
 
     def blocks(self, samples: Sequence[int] | None) -> Iterator[tuple[Region, Block]]:
-        """Blocks of each region that have rows of all samples, or of those that are given."""
+        """Blocks of each region with rows of all samples, or of given ones."""
         kinds: dict[tuple[Region, Hashable], list[_Part]] = {}
         for (region, subset, *_), block in self._blocks.items():
             form = block.form("b" + parsed(block.equation).positions)
@@ -75,7 +75,7 @@ class Gathering:
             yield region, self._gathered(parts, samples)
 
     def lookups(self, samples: Sequence[int] | None) -> list[Lookup]:
-        """Lookups that have rows of all samples, or of those given: one for each equation."""
+        """Lookups with rows of all samples, or of given ones: one for each equation."""
         kinds: dict[str, list[tuple[Subset, Lookup]]] = {}
         for subset, lookup in self._lookups:
             kinds.setdefault(lookup.equation, []).append((subset, lookup))
@@ -109,7 +109,7 @@ class Gathering:
 
 
 def _routed(subsets: Sequence[Subset], samples: Sequence[int] | None) -> Routed:
-    """Where the rows of subsets are, by the number of their sample among all or wanted samples."""
+    """The places of the rows of subsets among all samples, or among wanted ones."""
     samples = range(subsets[0].batch) if samples is None else samples
     numbers = {sample: number for number, sample in enumerate(samples)}
     owners = [numbers[sample] for subset in subsets for sample in subset.samples]
@@ -132,16 +132,16 @@ def _gathered_lookup(
     sizes = {"t": max(lookup.indices.shape[1] for _, lookup in parts)}
     each = zip(Lookup.inputs, *[x.operands for _, x in parts], strict=True)
     indices, cotangents = [_arranged(x, of, sizes, layout) for of, *x in each]
-    # The calls of one sample stand one behind the other, each with the rows that it reads.
+    # The calls of one sample are concatenated, each with the rows that it reads.
     return Lookup(indices.flatten(1), cotangents.flatten(2, 3), parts[0][1].equation)
 
 
 def _arranged(
     operands: Sequence[Tensor], labels: str, sizes: Mapping[str, int], layout: Routed
 ) -> Tensor:
-    """Operands of several blocks as one, with the calls of a sample as a dimension behind ``b``.
+    """Joins operands of several blocks, with the calls of a sample in a dimension after ``b``.
 
-    They are filled up with zeros at the end of some indices, up to given sizes.
+    They are padded with zeros at the end of some indices, up to given sizes.
     """
     dim = labels.index("b")
     padded = []

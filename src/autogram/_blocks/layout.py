@@ -1,4 +1,4 @@
-"""Where the B samples are in a tensor."""
+"""Layouts: the places of the B samples in a tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Folded:
     """Samples in regular places: a dimension read as ``(before, batch, after)``.
 
     ``before == after == 1`` is the plain case: the whole dimension counts the samples. Windows or
-    tokens folded behind the sample (``view(-1, d)``) give ``after > 1``; sequence-major folding
+    tokens folded after the sample (``view(-1, d)``) give ``after > 1``; sequence-major folding
     (the output projection of attention) gives ``before > 1``.
     """
 
@@ -43,7 +43,7 @@ class Folded:
 
     @cached_property
     def has_after(self) -> bool:
-        """Whether something is folded behind the samples."""
+        """Whether something is folded after the samples."""
         return self.after > 1
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
@@ -68,7 +68,7 @@ class Folded:
         return None
 
     def owners(self, like: Tensor) -> Tensor:
-        """The sample that each place belongs to, of a shape that broadcasts to that of ``like``."""
+        """The sample of each place, in a shape that broadcasts to that of ``like``."""
         size = self.before * self.batch * self.after
         along = torch.arange(size, device=like.device) // self.after % self.batch
         return along.view(-1, *(1,) * (like.dim() - self.dim - 1))
@@ -83,7 +83,7 @@ class Folded:
 class Routed:
     """Samples in irregular places along a dimension: tokens of an expert, packed sequences.
 
-    Or along several dimensions together: sequences that are packed into several rows.
+    Or along several dimensions together: sequences packed into several rows.
     """
 
     dim: int
@@ -98,7 +98,7 @@ class Routed:
     has_after = True
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
-        """Places by sample, with zeros where a sample has fewer; a view if they are in order."""
+        """Places by sample, padded with zeros; a view if they are in order."""
         if self.depth > 1:
             tensor = tensor.flatten(dim, dim + self.depth - 1)
         if self._is_in_order:
@@ -117,29 +117,29 @@ class Routed:
 
     @property
     def depth(self) -> int:
-        """How many dimensions the places are of."""
+        """The number of dimensions of the places."""
         return self.samples.dim()
 
     @property
     def most(self) -> int:
-        """The largest number of places that one sample has."""
+        """The largest number of places of one sample."""
         return self._places.shape[1]
 
     @cached_property
     def _is_in_order(self) -> bool:
-        """Whether the places are those of each sample in turn, and as many of each."""
+        """Whether the places are ordered by sample, with equally many for each."""
         return self._places.flatten().tolist() == list(range(self.samples.numel()))
 
     def _places_on(self, device: torch.device) -> Tensor:
-        """The places of each sample on a device, which is given them once."""
+        """The places of each sample on a device, copied once."""
         if device not in self._copies:
-            # The host need not wait: nothing changes the places that are copied.
+            # The host need not wait: nothing changes the copied places.
             self._copies[device] = self._places.to(device, non_blocking=True)
         return self._copies[device]
 
     @cached_property
     def _places(self) -> Tensor:
-        """The places of each sample, ``(batch, most of one sample)``, filled up with -1."""
+        """The places of each sample, ``(batch, most of one sample)``, padded with -1."""
         samples = self.samples.flatten()
         order = samples.argsort(stable=True)
         owners = samples[order]
@@ -158,7 +158,7 @@ class Routed:
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Places of few samples, as where a layer is called for each sample or group of samples."""
+    """Places of few samples, such as when a layer is called for each sample or group of samples."""
 
     subset: Subset
     layout: Layout | None
@@ -171,11 +171,11 @@ class Partial:
 
 @dataclass(frozen=True, eq=False)
 class Scattered:
-    """Samples that have elements of their own, and along no dimension places of their own.
+    """Samples with separate elements, but without separate places along a dimension.
 
-    Sums of views can lead to this: a row of one sample has one element that goes to another sample.
-    So do sequences that are packed into several rows, where a call reads something that is one for
-    several positions.
+    Sums of views can lead to this: one element of a sample's row belongs to another sample.
+    So do sequences packed into several rows, if a call reads something that several positions
+    share.
     """
 
     batch: int
@@ -186,10 +186,10 @@ class Scattered:
 
     @cached_property
     def parts(self) -> list[Partial]:
-        """Parts, in each of which samples are along a dimension: as few as some dimension allows.
+        """Parts, each with samples along a dimension: as few as some dimension allows.
 
-        Two for tokens that were exchanged between neighbours, and as many as there are samples in
-        one row for rows in which samples follow one another.
+        Two for tokens that were exchanged between neighbours; as many as there are samples in
+        one row, for rows in which samples follow one another.
         """
         if not self.dims:
             return [self._part([x]) for x in self.samples[self.samples >= 0].unique().tolist()]
@@ -233,10 +233,10 @@ Placement = Folded | Routed | Partial | Scattered
 def pieces(
     layout: Placement | None, cotangent: Tensor
 ) -> Iterator[tuple[Subset | None, Layout | None, Tensor]]:
-    """The parts of a use that a rule can make blocks of. In most layouts, all of it is one part.
+    """The parts of a use from which a rule can make blocks. In most layouts, there is one part.
 
-    Each part is its samples, ``None`` for all in order; where these are, ``None`` if there is one;
-    and the cotangent ``(k, *output)``, with zeros where it is of other samples.
+    Each part consists of its samples, ``None`` for all in order; their layout, ``None`` for one
+    sample; and the cotangent ``(k, *output)``, with zeros for other samples.
     """
     if isinstance(layout, Partial):
         within = layout.layout if len(layout.subset.samples) > 1 else None
@@ -247,7 +247,7 @@ def pieces(
             numbers[list(part.subset.samples)] = number
         numbers = numbers[layout.samples].to(cotangent.device)
         for number, part in enumerate(layout.parts):
-            # A selection and not a product, which would spread infinities to other samples.
+            # A selection instead of a product, which would spread infinities to other samples.
             elements = torch.where(numbers == number, cotangent, 0)
             yield part.subset, part.layout, elements
     else:

@@ -1,4 +1,4 @@
-"""Lookups: the block of an embedding, whose rows are zero at every token that does not occur."""
+"""Lookups: the block of an embedding, whose rows are zero at all tokens that do not occur."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autogram._blocks.region import Region
 
 @dataclass(eq=False)
 class Lookup(Kept):
-    """Rows of J for a table, as the places that were read and their cotangents.
+    """Rows of J for a table, as the read places and their cotangents.
 
     J[k, b, v, d] = sum_t [indices[b, t] = v] cotangents[k, b, t, d]
     """
@@ -30,8 +30,8 @@ class Lookup(Kept):
     cotangents: Tensor
     """``(k, b, t, d)``, where ``d`` runs over all further dimensions of the table."""
     equation: str = "bt,kbtd->kbvd"
-    """The order of the table's dimensions: ``kbdv`` where it is read by the last one, and ``kbv``
-    where it is a vector."""
+    """The order of the table's dimensions: ``kbdv`` if it is read along the last one, and ``kbv``
+    if it is a vector."""
 
     inputs: ClassVar = "bt", "kbtd"
 
@@ -47,14 +47,14 @@ class Lookup(Kept):
         return parsed(self.equation).parameter
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """How many rows a table of some shape has."""
+        """The number of rows of a table of some shape."""
         return shape[self.parameter.index("v")]
 
     def on(self, region: Region, whole: Region) -> Lookup | Block:
-        """The rows for a region, whose dimensions are those of the table that was read.
+        """The rows for a region, whose dimensions are those of the read table.
 
-        They are a lookup in canonical order where the region is the ``whole`` parameter, and has
-        one dimension of columns at most. Elsewhere they are explicit.
+        They are a lookup in canonical order if the region is the ``whole`` parameter, and has
+        at most one dimension of columns. Otherwise they are explicit.
         """
         several = "v" + "d" * (len(region.shape) - 1)  # dimensions of columns, or none
         labels = self.parameter if len(self.parameter) == len(region.shape) else several
@@ -95,10 +95,10 @@ class Lookup(Kept):
         return replace(self, indices=indices, cotangents=cotangents)
 
     def multiplications(self, size: int) -> tuple[int, int]:
-        """The cost of the Gramian: by all pairs of places, and by the rows of the table.
+        """The cost of the Gramian: from all pairs of places, and from the rows of the table.
 
-        The first way is cheaper where each sample reads few rows, as one for each category. In the
-        other, only rows that are read take part; none of them counts as read twice.
+        The first way is cheaper if each sample reads few rows, such as one for each category. The
+        other uses only rows that are read; none of them counts as read twice.
         """
         k, b, t, d = self.cotangents.shape
         return (k * b * t) ** 2 * (d + 2), (k * b) ** 2 * min(b * t, size) * d
@@ -125,7 +125,7 @@ class Lookup(Kept):
 
     @property
     def _wide(self) -> Tensor:
-        """The cotangents in a dtype in which sums of them are exact enough."""
+        """The cotangents in a dtype with enough precision for their sums."""
         return self.cotangents.to(torch.promote_types(self.cotangents.dtype, torch.float32))
 
 
@@ -147,7 +147,7 @@ def block_of(equation: str, operands: tuple[Tensor, ...]) -> Block | Lookup:
 
 
 def concatenate_lookups(lookups: Sequence[Lookup]) -> list[Lookup]:
-    """One lookup for all that read a table by the same dimension."""
+    """One lookup for all reads of a table along the same dimension."""
     kinds: dict[str, list[Lookup]] = {}
     for lookup in lookups:
         kinds.setdefault(lookup.equation, []).append(lookup)
@@ -169,7 +169,7 @@ def products_of_lookup(
 ) -> Tensor:
     """The Gramian of a lookup or its squared norms, and its cross terms with other blocks.
 
-    Only the rows of the table that the lookup reads take part, in the other blocks too: a batch
+    Only the rows of the table that the lookup reads are used, even in the other blocks: a batch
     of a language model, whose embedding is tied to its output layer, reads few of the tokens.
     Products of the other blocks with themselves are left out.
     """
@@ -220,7 +220,7 @@ def _by_pairs(lookup: Lookup, kernels: Kernels) -> Tensor:
 
 
 def _norms(lookup: Lookup, size: int, kernels: Kernels) -> Tensor:
-    """The squared norms of the rows, ``(k, b)``: each sample reads a table of its own."""
+    """The squared norms of the rows, ``(k, b)``: each sample reads its own table."""
     k, b, t, columns = lookup.cotangents.shape
     step = max(1, kernels.limit.elements // max(1, k * b * t))
     samples = torch.arange(b, device=lookup.indices.device).unsqueeze(1)

@@ -1,9 +1,9 @@
-"""Plans: how rows of blocks are multiplied by each other, chosen by cost from shapes alone.
+"""Plans: products of the rows of blocks, chosen by cost from shapes alone.
 
 Three kinds of products are alike: the Gramian (rows times themselves), the products with the rows
-of another Jacobian, and the norms (each row times itself). Each can be had from explicit rows, or
-from factors, pair by pair. An einsum path optimiser that is asked for the whole product cannot see
-that rows are used more than once, so that the two are compared here.
+of another Jacobian, and the norms (each row times itself). Each can be computed from explicit rows,
+or from factors, pair by pair. An einsum path optimiser for the whole product cannot see
+that rows are used more than once, so plans compare the two.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ProductKind = Literal["gram", "cross", "norms"]
 Signature = tuple[tuple[str, OperandShapes], ...]
 """Equations and shapes of blocks."""
 
-# Each pair of blocks of different form needs a path of its own, which takes a millisecond to find.
+# Each pair of blocks of different form needs its own path, which takes a millisecond to find.
 _MOST_BLOCKS_IN_PAIRS = 8
 
-# Of the products of a block with itself, four ranges of samples leave out three eighths.
+# For products of a block with itself, four ranges of samples leave out three eighths.
 _MOST_RANGES = 4
 
 
@@ -41,12 +41,12 @@ class Plan:
         kind: Which products.
         method: ``"rows"`` adds blocks up as explicit rows and multiplies these. ``"factors"``
             contracts every pair of blocks without rows.
-        label: The index that is cut where an intermediate result would be too large, or where half
-            of the products are the mirror of the others: a dimension of the tensor, or the samples.
-        pieces: Into how many pieces that index is cut.
-        cost: In multiply-adds, memory traffic included.
+        label: The index that is cut if an intermediate result would be too large, or if half
+            of the products mirror the others: a dimension of the tensor, or the samples.
+        pieces: The number of pieces of that index.
+        cost: Multiply-adds, including memory traffic.
         multiplications: Multiply-adds alone.
-        elements: How many elements the largest intermediate result has.
+        elements: The number of elements of the largest intermediate result.
     """
 
     kind: ProductKind
@@ -127,7 +127,7 @@ class Plan:
 
 
 def rows_of_block(block: Block, kernels: Kernels) -> Tensor | None:
-    """The rows ``(k, b, *tensor)`` in the order of storage, if the block is nothing else."""
+    """The rows ``(k, b, *tensor)`` in the order of storage, if the block is explicit rows."""
     of, found = parsed(block.equation), block.operands[0]
     is_there = of.is_rows and of.inputs[0][:2] == "kb" and found.is_contiguous()
     return found if is_there and kernels.multiplied(found.dtype) == found.dtype else None
@@ -206,9 +206,9 @@ def forms_rows(blocks: Sequence[Block], kernels: Kernels) -> bool:
 
 
 def gains_by_rows(block: Block, other: Block, kernels: Kernels) -> bool:
-    """Whether products with the rows of another block cost less once a block's own rows are there.
+    """Whether products with the rows of another block cost less if a block's rows are given.
 
-    What the rows themselves cost does not count.
+    The cost of the rows themselves does not count.
     """
     if block.is_rows or block.has_fast_adjoint(kernels):  # these rows are formed in any case
         return not block.is_rows
@@ -253,18 +253,18 @@ def _plan_rows(
     m, n = sizes["k"] * sizes["b"], prod(sizes[label] for label in labels)
     others = sizes_of(*second[0]) if second else sizes
     columns = 1 if kind == "norms" else others["k"] * others["b"]
-    # All blocks have the tensor's dimensions in the order of rows that are there, or else in that
-    # in which a product of the first's factors leaves them.
+    # All blocks have the tensor's dimensions in the order of existing rows, or else in the order
+    # in which a product of the first block's factors leaves them.
     order = parsed(_leading([of for of, _ in blocks])).order_of_factors
     paths = [find_path(reordered(of, order), shapes) for of, shapes in blocks]
     cost = m * n * columns + prices.memory * m * columns + prices.call
     are_there = [len(side) == 1 and parsed(side[0][0]).is_rows for side in (first, second)]
     formed = paths[are_there[0] : len(paths) - are_there[1]]
     cost += sum(path.cost(prices) for path in formed)
-    if formed and kind != "cross":  # by factors, the rows of another are formed on the way, too
+    if formed and kind != "cross":  # with factors, the rows of the other are formed on the way, too
         cost += prices.memory * m * n
     work = sum(path.multiplications for path in paths) + m * n * columns
-    # What a product copies of the factors, it copies for some samples at a time.
+    # A product copies factors for some samples at a time.
     factors = [
         (prod(n for label, n in zip(labels, shape, strict=True) if label != "b"), labels)
         for of, shapes in blocks
@@ -284,7 +284,7 @@ def _plan_rows(
 
 
 def _leading(equations: Sequence[str]) -> str:
-    """The equation by which the rows of several blocks are ordered: one of rows that are there."""
+    """The equation that orders the rows of several blocks: that of existing rows, if any."""
     return next((of for of in equations if parsed(of).is_rows), equations[0])
 
 
@@ -309,5 +309,5 @@ def _plan_factors(
 
 
 def count_pieces(elements: int, limit: int, size: int) -> int:
-    """Into how many pieces to cut an index of some size, so that each piece keeps the limit."""
+    """The number of pieces of an index, so that each piece keeps the limit."""
     return max(1, min(-(-elements // limit), size))

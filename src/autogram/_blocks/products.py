@@ -30,9 +30,9 @@ from autogram._blocks.plan import (
 def products(
     kind: ProductKind, first: Sequence[Block], second: Sequence[Block], kernels: Kernels
 ) -> Tensor:
-    """Products of rows by the cheapest plan, as :class:`Plan` gives them.
+    """Products of rows with the cheapest plan, as from :class:`Plan`.
 
-    Norms by rows or by factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
+    Norms from rows or factors are mixed ghost clipping (Bu et al. 2022, arXiv:2205.10683).
     """
     if not second and len(first) == 1 and (there := rows_of_block(first[0], kernels)) is not None:
         return products_of_rows(kind, there, kernels)  # there is nothing to compare
@@ -72,7 +72,7 @@ def gram_with_factor(outer: Block, kernels: Kernels) -> Tensor:
 
 
 def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = None) -> Block:
-    """A block of explicit rows, in an order which takes no copy."""
+    """A block of explicit rows, in an order that needs no copy."""
     order, parameter = order_of_rows(blocks[0], kernels), blocks[0].parameter
     explicit_rows = rows([block.reorder(order) for block in blocks], kernels, memory)
     labels = "".join(parameter[d] for d in order)
@@ -82,8 +82,8 @@ def explicit(blocks: Sequence[Block], kernels: Kernels, memory: Memory | None = 
 def weighted_sum(blocks: Sequence[Block], weights: Tensor, kernels: Kernels) -> Tensor:
     """Sums of rows with weights ``(s, k, b)``: J^T w, ``(s, *tensor)``.
 
-    The weights go to the cotangents before anything is summed over, where that is cheaper, so that
-    a linear layer costs what the gradient of its weight costs in an ordinary backward pass (Bu et
+    If that is cheaper, the weights multiply the cotangents before any sum. A linear layer then
+    costs as much as the gradient of its weight in an ordinary backward pass (Bu et
     al. 2022, arXiv:2210.00038).
     """
     there = rows_of_block(blocks[0], kernels) if len(blocks) == 1 else None
@@ -125,10 +125,10 @@ def _by_samples(whole: Block, kernels: Kernels) -> Iterator[Block]:
 
 
 def merge(blocks: Sequence[Block], kernels: Kernels) -> list[Block]:
-    """Blocks of equal equations and shapes made one, along an index that is summed over.
+    """Joins blocks of equal equations and shapes along an index that is summed over.
 
     A layer that is applied many times (a recurrent loop) then costs one contraction, in which the
-    planner sees the applications as positions. Blocks with a fast adjoint stay as they are.
+    planner sees the applications as positions. Blocks with a fast adjoint are unchanged.
     """
     if len(blocks) < 2:
         return list(blocks)

@@ -1,4 +1,4 @@
-"""Regions: which elements of a parameter a view of it covers, and tensors on them."""
+"""Regions: the elements of a parameter that a view covers, and tensors on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Region:
-    """The elements of a parameter that a view of it addresses, in the units of its storage.
+    """The elements of a parameter that a view addresses, in the units of its storage.
 
     Dimensions of size one and expanded dimensions (stride zero) address nothing new. The others,
     by descending stride, are the *canonical* order: a weight and its transpose agree on it.
@@ -46,8 +46,8 @@ class Region:
     def of_parameter(cls, parameter: Tensor) -> Region:
         """All elements of a parameter, a complex one with a last dimension of two.
 
-        Elements of an expanded parameter share their memory. To autograd they are independent, and
-        so they are here.
+        Elements of an expanded parameter share their memory. They are independent for autograd, and
+        therefore here.
         """
         region = cls.of(as_real(parameter))
         return region if region.is_whole else cls.contiguous(region.shape)
@@ -87,7 +87,7 @@ class Region:
 
     @cached_property
     def is_injective(self) -> bool:
-        """Whether no element is addressed twice, expanded dimensions aside."""
+        """Whether no element is addressed twice, except by expanded dimensions."""
         span = 1
         for d in reversed(self.order):
             if self.strides[d] < span:
@@ -97,7 +97,7 @@ class Region:
 
     @cached_property
     def is_whole(self) -> bool:
-        """Whether each element has a place of its own, in expanded dimensions, too."""
+        """Whether each element has its own place, even in expanded dimensions."""
         return self.is_injective and all(self.strides)
 
     @cached_property
@@ -107,7 +107,7 @@ class Region:
 
     @property
     def places(self) -> int:
-        """How many places there are from the first to the last."""
+        """The number of places from the first to the last."""
         first, last = self.bounds
         return last - first + 1
 
@@ -119,7 +119,7 @@ class Region:
         )
 
 
-# One object for equal regions, so that what is derived from them is computed once.
+# One object for equal regions, so that derived values are computed once.
 _known = lru_cache(maxsize=4096)(Region)
 
 
@@ -142,7 +142,7 @@ def in_numbers_of(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def put(parts: Sequence[tuple[Region, Tensor]], parameter: Region) -> Tensor:
-    """Adds up tensors ``(n, *canonical region)`` on regions of a parameter, as its storage is.
+    """Adds up tensors ``(n, *canonical region)`` on regions of a parameter, in storage order.
 
     The result is ``(n, places)``, from the first to the last place of the parameter. The result
     may share its memory with the only part.

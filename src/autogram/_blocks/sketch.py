@@ -2,9 +2,9 @@
 
 Each element of a parameter has a random sign, and is added to one of d numbers. The sign of an
 element is the product of two signs, one for its index in the first dimension and one for its index
-in all others; its place among the d numbers is the sum of two places modulo d, likewise. So the row
-of an outer product is the convolution of the projected factors, and the row of an embedding needs
-only the rows of the table that were read. All of these ways give the same projection.
+in all others; its place among the d numbers is the sum of two places modulo d, likewise. The row
+of an outer product is thus the convolution of the projected factors, and the row of an embedding
+needs only the rows of the table that were read. All of these ways give the same projection.
 
 References:
     Charikar, Chen and Farach-Colton 2002, Finding Frequent Items in Data Streams (signs and folds).
@@ -94,7 +94,7 @@ class Projection:
         return self.is_outer(block) and self.elements(block) < block.elements_of_rows
 
     def elements(self, block: Block) -> int:
-        """How many numbers the projected factors of a block have."""
+        """The number of elements of a block's projected factors."""
         vectors = [
             prod(n for label, n in zip(of, shape, strict=True) if label not in block.parameter)
             for of, shape in zip(block.inputs, block.shapes, strict=True)
@@ -120,7 +120,7 @@ class Projection:
 def projected(columns: Columns, projection: Projection, k: int, b: int) -> Tensor | None:
     """The rows of a parameter, projected, ``(k, b, d)``, or ``None`` if nothing was added.
 
-    Rows are formed for as many samples at a time as the limit has room for, one at least.
+    Rows are formed for as many samples at a time as fit within the limit, at least one.
     """
     dtype = columns.dtype
     if dtype is None:

@@ -103,7 +103,7 @@ def refuse_gradients(call: str) -> None:
         "`fully_shard` exchanges those of ordinary backward passes: the processes would have "
         "different parameters after the step. Make the engine with `distributed=True`, and call "
         f"`engine.backward`; or make two passes: {_TWO_PASSES}, on the losses of each process. "
-        "Inside of `no_sync()`, where nothing is exchanged, this call is exact."
+        "Inside `no_sync()`, where nothing is exchanged, this call is exact."
     )
 
 
@@ -162,7 +162,7 @@ def refuse_pass(channel: Channel, modules: Iterable[nn.Module], losses: Tensor) 
             raise UnsupportedError(
                 "The losses are computed by a `DistributedDataParallel` with `static_graph=True`, "
                 "which learns from its first backward pass when to exchange gradients, and would "
-                "take the engine's own pass for that one. Pass `static_graph=False`."
+                "learn it from the engine's pass. Pass `static_graph=False`."
             )
 
 
@@ -173,9 +173,9 @@ def _refuse_exchange(node: Any) -> None:
     is_collective = module.startswith("torch.distributed.nn.")
     if is_collective or (module == "torch.nn.modules._functions" and name == "SyncBatchNorm"):
         raise UnsupportedError(
-            f"The losses are computed through `{name}`, by which the objectives of a process "
+            f"The losses are computed through `{name}`, which makes the objectives of one process "
             "depend on the samples of others: their gradients are not in this process. Use "
-            "`nn.GroupNorm`, or `nn.BatchNorm2d` of each process alone; call `.eval()` on a "
+            "`nn.GroupNorm`, or `nn.BatchNorm2d` within each process; call `.eval()` on a "
             "`SyncBatchNorm`; or gather tensors without their gradients."
         )
 
@@ -189,10 +189,10 @@ def _refusal(found: str) -> UnsupportedError:
     """The error for sharded parameters, with what to do instead."""
     return UnsupportedError(
         f"{found} (`FullyShardedDataParallel`, `fully_shard` or tensor parallelism): each process "
-        "has a part of the parameters, or all of them for a moment. Of these, `fully_shard` works "
-        "with an engine of all processes: Make it with `Engine(model, distributed=True)`, for the "
-        "outermost module. Else, call the engine with a model of which each process has all "
-        f"parameters, as in `DistributedDataParallel`, and make two passes: {_TWO_PASSES}."
+        "has only a part of the parameters, or all of them for a moment. Make the engine with "
+        "`Engine(model, distributed=True)`, for the outermost module, if you use `fully_shard`. "
+        "Otherwise, call the engine with a model that has all parameters in each process, as in "
+        f"`DistributedDataParallel`, and make two passes: {_TWO_PASSES}."
     )
 
 

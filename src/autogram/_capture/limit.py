@@ -54,10 +54,10 @@ def retried(limit: Limit, function: Callable[..., T], *args: Any, **kwargs: Any)
         return function(*args, **kwargs)
     except FreedGraphError as error:
         raise MemoryLimitError(
-            "Memory ran out in a pass that frees the graph on its way. One intermediate result "
-            f"may have {less * ELEMENT_BYTES:,} bytes from now on, instead of "
-            f"{before * ELEMENT_BYTES:,}: run the step again, with a new forward pass. To have "
-            f"it tried again at once, pass `retain_graph=True`. PyTorch says: {message}"
+            "Memory ran out in a pass that frees the graph on its way. Run the step again, with a "
+            f"new forward pass: one intermediate result may now have {less * ELEMENT_BYTES:,} "
+            f"bytes instead of {before * ELEMENT_BYTES:,}. To let the engine try again at once, "
+            f"pass `retain_graph=True`. PyTorch says: {message}"
         ) from error
     except RuntimeError as error:
         if not is_out_of_memory(error):

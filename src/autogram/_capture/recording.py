@@ -177,8 +177,8 @@ class Channel:
             raise UnsupportedError(
                 "Parameters that the losses depend on were frozen after the forward pass: "
                 f"{listed([f'`{name}`' for name in frozen])}. J has columns for them, but a "
-                "backward pass would give them no gradient, so that the weights would be those of "
-                "another J. Call `requires_grad_(False)` before the forward pass, or after the "
+                "backward pass would give them no gradient: the weights would not fit the "
+                "gradient. Call `requires_grad_(False)` before the forward pass, or after the "
                 "step."
             )
 
@@ -290,6 +290,6 @@ def _refuse_sparse(parameters: Mapping[Tensor, str]) -> None:
         if parameter.requires_grad and parameter.layout != torch.strided:
             raise UnsupportedError(
                 f"The parameter `{name}` is sparse ({parameter.layout}). Keep its values as a "
-                "dense parameter, and make the sparse tensor of these in the forward pass, for "
-                "instance by `torch.sparse_coo_tensor(indices, values, shape)`."
+                "dense parameter, and make the sparse tensor from these in the forward pass, for "
+                "instance with `torch.sparse_coo_tensor(indices, values, shape)`."
             )

@@ -100,9 +100,9 @@ class RuleUse(Use):
                     if isinstance(block, Block) and len(block.parameter) != len(region.shape):
                         raise RuleError(
                             f"The rule of {describe(self)} gives a tensor {len(block.parameter)} "
-                            f"dimensions, by the equation `{block.equation}`, where it has "
+                            f"dimensions in the equation `{block.equation}`, but it has "
                             f"{len(region.shape)}. Write an index for each dimension of the "
-                            "tensor behind the arrow, `1` for one along which it is broadcast."
+                            "tensor after the arrow, `1` for one along which it is broadcast."
                         )
                     found.append((tracked, region, block))
         return found

@@ -1,4 +1,4 @@
-"""The check: report, verification, parameters that cost explicit rows, and advice."""
+"""The check: report, verification, parameters with explicit rows, and advice."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from autogram.errors import AutogramError, VerificationError
 
 Verdict = Literal["fine", "one objective", "wrong", "unsupported"]
 Tell = Callable[[str, float], None]
-"""A function that is called with the phase that runs, and the share of it that is done."""
+"""A function that receives the running phase, and the finished share of it."""
 
 
 @dataclass(frozen=True)
 class Fallback:
-    """A parameter that costs explicit rows of J."""
+    """A parameter that needs explicit rows of J."""
 
     parameter: str
     functions: tuple[str, ...]
     """The calls without a rule that read the parameter."""
     elements: int
-    """How many numbers the rows have."""
+    """The number of elements of the rows."""
     advice: str
 
 
@@ -39,22 +39,22 @@ class Found:
     """The findings of a check."""
 
     status: Verdict = "fine"
-    """``"one objective"``: the result is right, and there is nothing to weigh. ``"wrong"``: a
-    result is not that of an ordinary backward pass. ``"unsupported"``: the engine raised another
+    """``"one objective"``: the result is right, but there is nothing to weigh. ``"wrong"``: a
+    result differs from an ordinary backward pass. ``"unsupported"``: the engine raised another
     error."""
     error: str | None = None
     kind: str | None = None
     """The class of this error."""
     warnings: list[str] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
-    """Those of the losses."""
+    """The shapes of the losses."""
     device: str = ""
     report: Report | None = None
     fallbacks: list[Fallback] = field(default_factory=list)
     times: Times | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The findings as dicts, lists, numbers and strings, for JSON."""
+        """The findings in dicts, lists, numbers and strings, for JSON."""
         found = {**asdict(self), "report": None, "torch": torch.__version__}
         if self.report is not None:
             found["report"] = self.report.to_dict()
@@ -65,10 +65,10 @@ def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
     """Checks the model and the losses that a user's function returns.
 
     Args:
-        place: Where the function is, as ``module:function``.
+        place: The function, as ``module:function``.
         batch_dim: As for the engine.
-        seconds: How long to time steps. For 0, no step is timed.
-        tell: Is called with the progress.
+        seconds: How long to time steps; 0 skips timing.
+        tell: Receives the progress.
     """
     tell("loading", 0)
     function = find_function(place)
@@ -96,7 +96,7 @@ def check(place: str, batch_dim: BatchDim, seconds: float, tell: Tell) -> Found:
 
 
 def _check(subject: Subject, found: Found, tell: Tell) -> None:
-    """Report and two verifications: the first looks at the graph, the second knows it."""
+    """Report and two verifications: the first examines the graph, the second remembers it."""
     for i in range(2):
         tell("verifying", i / 2)
         losses = subject.losses()
@@ -119,13 +119,13 @@ def _fallbacks(report: Report) -> list[Fallback]:
             continue
         if functions == ("the losses",):
             advice = (
-                "No recorded call reads it. Use it in the `forward` of a module that is given to "
-                "the engine."
+                "Use it in the `forward` of a module that is passed to the engine: no recorded "
+                "call reads it."
             )
         else:
             advice = (
-                "If that is slow, write it by calls that have a rule "
-                "(`autogram.rules.registered_functions()` lists them), or register one by "
+                "If that is slow, write it with calls that have a rule "
+                "(`autogram.rules.registered_functions()` lists them), or register one with "
                 "`autogram.rules.register_rule`."
             )
         elements = report.samples * report.per_sample * prod(parameter.shape)

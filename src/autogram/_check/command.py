@@ -16,11 +16,11 @@ from autogram._check.checking import check
 from autogram._check.printing import Bar, text_of
 from autogram._check.subject import UsageError
 
-_EXIT_CODES = "Exit codes: 0 right, 1 wrong or failed, 2 a wrong command, or a function that fails."
+_EXIT_CODES = "Exit codes: 0 right, 1 wrong or failed, 2 a wrong command or a failing function."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carries out a command, by default that of the command line, and returns the exit code."""
+    """Runs a command, by default that of the command line, and returns the exit code."""
     given = _parser().parse_args(arguments)
     bar = Bar(None if given.quiet else sys.stderr)
     try:
@@ -46,20 +46,20 @@ def _parser() -> argparse.ArgumentParser:
     checked = commands.add_parser(
         "check",
         help="what an engine does for your model: report, verification, times",
-        description="Takes a function of yours that returns a model and losses, and says how the "
+        description="Takes your function that returns a model and losses, and reports how the "
         "Gramian of these losses is computed, whether it is right, what to do about parameters "
-        "that cost explicit rows, and how long training steps take.",
+        "with explicit rows, and how long training steps take.",
         epilog=_EXIT_CODES,
     )
     checked.add_argument(
         "function",
-        help="module:function, or file.py:function. It returns (model, losses), or, for whole "
-        "steps to be timed, (model, function) with a function that computes the losses anew",
+        help="module:function, or file.py:function. It returns (model, losses), or, to time whole "
+        "steps, (model, function) with a function that recomputes the losses",
     )
     checked.add_argument("--json", action="store_true", help="print a JSON object")
     checked.add_argument("--quiet", action="store_true", help="show no progress")
     checked.add_argument(
-        "--seconds", type=_seconds, default=5.0, help="how long to time steps (5), 0 for not at all"
+        "--seconds", type=_seconds, default=5.0, help="how long to time steps (5), 0 to skip timing"
     )
     checked.add_argument(
         "--batch-dim",
@@ -74,7 +74,7 @@ def _seconds(text: str) -> float:
     """A time to spend."""
     seconds = float(text)
     if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
     return seconds
 
 
@@ -85,4 +85,4 @@ def _batch_dim(text: str) -> int | Literal["auto"] | None:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is none of auto, none, a number") from None
+        raise argparse.ArgumentTypeError(f"{text} is not auto, none or a number") from None

@@ -1,4 +1,4 @@
-"""The findings of a check as text, and a bar that shows its progress."""
+"""The findings of a check as text, and a progress bar."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WIDTH = 24
 
 
 class Bar:
-    """Shows progress on a stream, if any: a bar on a terminal, and else a line for each phase."""
+    """Shows progress on a stream, if any: a bar on a terminal, otherwise a line for each phase."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -19,7 +19,7 @@ class Bar:
         self._is_terminal = stream is not None and stream.isatty()
 
     def show(self, phase: str, share: float) -> None:
-        """Shows that some share of a phase is done."""
+        """Shows the finished share of a phase."""
         if self._stream is None:
             return
         if self._is_terminal:
@@ -32,7 +32,7 @@ class Bar:
         self._stream.flush()
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._stream is not None and self._is_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -63,10 +63,10 @@ def _verdict(found: Found) -> str:
         return "Fine: the Gramian agrees with an ordinary backward pass, parameter by parameter."
     if found.status == "one objective":
         return (
-            "Nothing to weigh: the losses are one objective. Return those of the samples or the "
-            'tasks one by one (`reduction="none"`, no `.mean()`), of more than one of them.'
+            "Nothing to weigh: the losses are one objective. Return one loss for each sample or "
+            'task (`reduction="none"`, no `.mean()`), and more than one.'
         )
-    # The engine's other errors are also of losses that are not finite, or have no graph.
+    # Other errors of the engine include losses that are not finite, or have no graph.
     word = "Wrong" if found.status == "wrong" else "Failed"
     return f"{word}: {found.kind}: {found.error}"
 
@@ -80,7 +80,7 @@ def _of_times(times: Times) -> str:
     if times.fused is not None:
         lines.append(_line("engine.backward", times.fused, times))
     else:
-        lines.append("Return a function of the losses, and whole steps are timed.")
+        lines.append("Return a function that computes the losses, to time whole steps.")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""The subject of a check: the user's function, and the modules and losses that it returns."""
+"""The subject of a check: the user's function, with its modules and losses."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from autogram._losses import Losses, parts_of
 from autogram.errors import AutogramError, InvalidLossesError
 
 _FORMS = (
-    "Return `(model, losses)`, or `(model, function)` with a function that computes losses anew: "
+    "Return `(model, losses)`, or `(model, function)` with a function that recomputes the losses: "
     "a tensor, or a list or a dict of tensors."
 )
 _PACKAGE, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
 
 
 class UsageError(Exception):
-    """The command is wrong, or the user's code has raised an error, which is the cause then."""
+    """The command is wrong, or the user's code has raised an error, which is then the cause."""
 
 
 @contextmanager
 def users_code(is_theirs: Callable[[Exception], bool] = lambda _: True) -> Iterator[None]:
-    """Runs a user's code in a block, whose errors become :class:`UsageError`.
+    """Runs a user's code in a block, and turns its errors into :class:`UsageError`.
 
-    So does the end of the process that the code asks for: its exit code would be taken for the
-    command's. Only errors that ``is_theirs`` says are the user's.
+    This includes `sys.exit`, whose exit code would be mistaken for the command's. Only errors for
+    which ``is_theirs`` is true are the user's.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def users_code(is_theirs: Callable[[Exception], bool] = lambda _: True) -> Itera
     except SystemExit as error:
         raise UsageError(
             f"Your code called `sys.exit({error.code!r})`, as shown above. Leave out the call: it "
-            "would end the command, with an exit code that says nothing about your model."
+            "would end the command with an exit code that does not describe your model."
         ) from error
     except Exception as error:
         if not is_theirs(error):
@@ -58,8 +58,8 @@ def users_code(is_theirs: Callable[[Exception], bool] = lambda _: True) -> Itera
 def is_of_passes(error: Exception) -> bool:
     """Whether an error in a pass of an engine comes from the user's code.
 
-    That is a custom autograd Function, a hook or a rule of the user, or a call that one of them has
-    made to PyTorch.
+    That is a custom autograd Function, a hook or a rule of the user, or a call of one of them
+    to PyTorch.
     """
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     callers = [file for file in files if _TORCH not in file.parents]
@@ -88,7 +88,7 @@ def find_function(place: str) -> Callable[[], Any]:
         except UsageError as error:
             missing = getattr(error.__cause__, "name", None)
             if missing is None or not f"{source}.".startswith(f"{missing}."):
-                raise  # by the module itself, or by what it imports
+                raise  # from the module itself, or from one of its imports
             raise UsageError(
                 f"There is no module `{missing}`. Call the command in the folder that contains "
                 "it, or pass `file.py:function`."
@@ -104,7 +104,7 @@ def find_function(place: str) -> Callable[[], Any]:
 
 
 def _load(path: Path) -> Any:
-    """A file as a module, which may import its neighbours."""
+    """Loads a file as a module that may import its neighbours."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise UsageError(f"There is no file `{path}`. Pass `module:function`, or another path.")
@@ -116,10 +116,10 @@ def _load(path: Path) -> Any:
 
 
 class Subject:
-    """The modules that a user's function returns, with an engine on them, and losses.
+    """The modules and losses of a user's function, with an engine on the modules.
 
     Attributes:
-        is_repeatable: Whether losses can be computed anew.
+        is_repeatable: Whether losses can be recomputed.
     """
 
     def __init__(self, function: Callable[[], Any], batch_dim: BatchDim) -> None:
@@ -129,14 +129,14 @@ class Subject:
             self._compute: Callable[[], Any] = losses
             self.engine = Engine(*self.modules, batch_dim=batch_dim)
             return
-        # No call behind these losses was recorded, as there was no engine: the function runs again.
+        # No call of these losses was recorded without an engine: the function runs again.
         del losses
         with _engine_at_first_call(type(self.modules[0]), batch_dim) as made:
             self.modules, found = _both(_asked(function))
         if len(self.modules) > 1 or not made or made[0][0] is not self.modules[0]:
             raise UsageError(
-                "The losses were not computed by calling the model that the function returned. "
-                "Return `(model, function)` instead, with a function that computes the losses."
+                "Return `(model, function)` instead, with a function that computes the losses: "
+                "these losses were not computed by calling the model that the function returned."
             )
         self.engine, self._compute = made[0][1], lambda: found
 
@@ -150,8 +150,8 @@ class Subject:
         if not any(part.numel() for part in parts):
             shapes = ", ".join(str(tuple(part.shape)) for part in parts)
             raise UsageError(
-                f"There are no objectives: the losses have the shape {shapes}. Return losses of a "
-                "batch that has samples."
+                f"There are no objectives: the losses have the shape {shapes}. Return the losses "
+                "of a batch with samples."
             )
         return losses
 
@@ -168,7 +168,7 @@ def _both(returned: Any) -> tuple[list[nn.Module], Any]:
         isinstance(module, nn.Module) for module in modules
     )
     if not are_modules or not modules:
-        raise UsageError(f"The model is of type `{type(model).__name__}`, and no module. {_FORMS}")
+        raise UsageError(f"The model is a `{type(model).__name__}`, not a module. {_FORMS}")
     return list(modules), losses
 
 
@@ -176,7 +176,7 @@ def _both(returned: Any) -> tuple[list[nn.Module], Any]:
 def _engine_at_first_call(
     kind: type[nn.Module], batch_dim: BatchDim
 ) -> Iterator[list[tuple[nn.Module, Engine]]]:
-    """Puts an engine on the first module of some class that is called, before it runs."""
+    """Makes an engine for the first called module of some class, before it runs."""
     made: list[tuple[nn.Module, Engine]] = []
     call = nn.Module.__call__
 

@@ -1,4 +1,4 @@
-"""Whole training steps with an engine, beside those of SGD."""
+"""Times whole training steps with an engine, compared with SGD."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _FEWEST, _MOST, _WARM_UP = 3, 200, 3
 
 @dataclass(frozen=True)
 class Times:
-    """Medians in milliseconds, over a count of steps of each kind."""
+    """Medians in milliseconds, over ``count`` steps of each kind."""
 
     what: str
-    """``"steps"``, or ``"backward passes"`` where the losses cannot be computed anew."""
+    """``"steps"``, or ``"backward passes"`` if the losses cannot be recomputed."""
     sgd: float
     fused: float | None
-    """By ``engine.backward``, or ``None`` where losses cannot be computed anew."""
+    """With ``engine.backward``, or ``None`` if the losses cannot be recomputed."""
     two_passes: float
     count: int
 
 
 def mean_weights(gramian: Tensor) -> Tensor:
-    """Weights that cost nothing, with which the step is that of SGD."""
+    """Weights that cost nothing, and give the same step as SGD."""
     return gramian.new_full((len(gramian),), 1 / len(gramian))
 
 
 def time_steps(subject: Subject, seconds: float, tell: Callable[[float], None]) -> Times:
     """Times the kinds of steps in turns, so that all are measured under the same load.
 
-    At least a few turns are made. ``tell`` is called with the share of the time that has passed.
+    Makes at least a few turns. ``tell`` receives the share of the time that has passed.
     """
     parameters = [p for module in subject.modules for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.0)
@@ -63,7 +63,7 @@ def time_steps(subject: Subject, seconds: float, tell: Callable[[float], None]) 
             optimizer.zero_grad()
             step()
             if subject.is_repeatable:
-                optimizer.step()  # which changes parameters in place, as far as their graph knows
+                optimizer.step()  # changes parameters in place, as their graph would notice
             _wait_for(device)
             times[name].append(1e3 * (time.perf_counter() - before))
     optimizer.zero_grad()

@@ -87,10 +87,10 @@ def _checked(function: Callable[..., Any], frozen: Sequence[int]) -> Callable[..
         freed = [args[i] for i in frozen if args[i].requires_grad]
         if freed and torch.is_grad_enabled():
             raise UnsupportedError(
-                f"A parameter of the shape {tuple(freed[0].shape)} had no gradients when a part of "
-                "the model was compiled, and has them now. This version of PyTorch "
-                f"({torch.__version__}) does not compile the part anew, so that they would be "
-                "missing. Call `torch._dynamo.reset()` where parameters are freed."
+                f"A parameter of the shape {tuple(freed[0].shape)} was frozen when a part of "
+                "the model was compiled, and is trainable now. This version of PyTorch "
+                f"({torch.__version__}) does not compile the part anew, so its gradients would be "
+                "missing. Call `torch._dynamo.reset()` after unfreezing parameters."
             )
         return function(*args)
 
@@ -110,10 +110,10 @@ def _unseen(inner: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callabl
 def _tell_of_missing(names: tuple[str, ...]) -> None:
     """Tells the user once that this version of PyTorch is not known."""
     warn_user(
-        f"This version of PyTorch ({torch.__version__}) does not have {listed(names)}, by "
-        "which compiled parts are seen inside. Parts are compiled as by inductor, and their "
-        "parameters get explicit rows: exact, by a backward pass for each objective. Take a "
-        "version of PyTorch that `pyproject.toml` names, or a newer autogram.",
+        "Take a version of PyTorch that `pyproject.toml` names, or a newer autogram. This version "
+        f"of PyTorch ({torch.__version__}) does not have {listed(names)}, with which autogram sees "
+        "inside compiled parts. Parts are compiled with inductor, and their parameters get "
+        "explicit rows: exact, but with a backward pass for each objective.",
         CompiledPartWarning,
     )
 

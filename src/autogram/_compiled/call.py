@@ -146,9 +146,9 @@ class PartCall:
                 raise
             raise ChangedTensorError(
                 "A tensor from which a compiled part computes a parameter's value, such as a "
-                "weight times a buffer, was changed in place after the part had read it, so that "
+                "weight times a buffer, was changed in place after the part had read it, so "
                 "the rows of the parameter cannot be computed. Make a new tensor: `x = x * 2`, not "
-                "`x.mul_(2)`. Or change the tensor behind the engine's pass."
+                "`x.mul_(2)`. Or change the tensor after the engine's pass."
             ) from error
         (derived,) = source.derivation.run([given[i] for i in source.derivation.inputs])
         sources = tuple({id(p): p for root in roots for p in root.sources}.values())

@@ -176,8 +176,8 @@ class Agreement:
         others = f" (and {len(ranks) - 1} other ranks)" if len(ranks) > 1 else ""
         raise RankError(
             f"The step failed on rank {ranks[0]}{others}, and all ranks raise this error, so that "
-            "none of them waits for another. Correct what that rank says, or skip the step on all "
-            f"ranks; the next one works. Rank {ranks[0]} says: {said}",
+            "none of them waits for another. Correct the error of that rank, or skip the step on "
+            f"all ranks; the next one works. Rank {ranks[0]} says: {said}",
             ranks=ranks,
         ) from error
 
@@ -193,7 +193,7 @@ def _compare_calls(calls: Sequence[tuple[int, int, int]]) -> None:
         raise RankError(
             f"The ranks are out of step: rank 0 is {first}, and rank {ranks[0]} {other}. All ranks "
             "raise this error, and nothing was exchanged. Call the same methods of the engine in "
-            "the same order on all ranks, and those of several engines too; a rank that leaves out "
+            "the same order on all ranks, also with several engines; a rank that leaves out "
             "a step, or ends its loop sooner, makes the others wait. The next call works.",
             ranks=ranks,
         )
@@ -210,7 +210,7 @@ def _compare(shares: Sequence[Share]) -> None:
             has = f"lacks {listed(missing)}" if missing else f"has {listed(further)} as well"
             raise RankError(
                 f"Rank {rank} {has}, compared with the trainable parameters of rank 0. Make the "
-                "same model on all ranks, with the same parameters frozen, and give the same "
+                "same model on all ranks, with the same parameters frozen, and pass the same "
                 "modules to `Engine`.",
                 ranks=[rank],
             )
@@ -232,7 +232,7 @@ def _compare_wrapped(counts: Sequence[int]) -> None:
         raise RankError(
             f"The losses of rank {ranks[0]} do not come from a `DistributedDataParallel` that "
             f"those of rank {counts.index(max(counts))} come from, which would wait for that rank. "
-            "Call the wrapped model on all ranks; one without samples passes none: `model(x[:0])`.",
+            "Call the wrapped model on all ranks, even without samples: `model(x[:0])`.",
             ranks=ranks,
         )
 
@@ -245,7 +245,7 @@ def _compare_scales(bits: Sequence[int]) -> None:
         scales = [f"the scale {number:g}" if number else "no scale" for number in numbers]
         raise RankError(
             f"The losses have {scales[0]} on rank 0, and {scales[ranks[0]]} on rank {ranks[0]}. "
-            "Give a gradient scaler to the engine on all ranks, made with the same options or from "
+            "Pass a gradient scaler to the engine on all ranks, made with the same options or from "
             "the same `state_dict`, and call its `step` and `update` on all ranks in the same "
             "steps.",
             ranks=ranks,

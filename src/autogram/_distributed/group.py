@@ -51,7 +51,7 @@ class Group:
         if dist.get_rank() not in self.members:
             raise InvalidOptionError(
                 f"`distributed` has the processes {self.members}, and this is {dist.get_rank()}. "
-                "Pass a group that this process is in."
+                "Pass a group that contains this process."
             )
         self.members = sorted(self.members)  # as PyTorch sorts those of a new group
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
@@ -136,11 +136,11 @@ def _processes_of(given: Given) -> tuple[list[int], Any]:
     if not is_known:
         raise InvalidOptionError(
             f"`distributed` is {given!r}. Pass `True` for all processes, a `ProcessGroup` or a "
-            "`DeviceMesh` for some, or leave it out where each process is on its own."
+            "`DeviceMesh` for some, or leave it out if each process is on its own."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidOptionError(
-            "`distributed` is given, and this process is in no group. Call "
+            "`distributed` is given, but this process is not in a group. Call "
             "`torch.distributed.init_process_group` before the engine is made, or leave out "
             "`distributed`."
         )

@@ -127,7 +127,7 @@ class Ranks:
         if not sizes or weights.shape != (total,):
             raise InvalidOperandError(
                 f"The weights have shape {tuple(weights.shape)}, and the last Gramian had {total} "
-                "objectives of all ranks. Pass one weight for each, in the order of the Gramian."
+                "objectives over all ranks. Pass one weight for each, in the order of the Gramian."
             )
         start = sum(sizes[: self.group.rank])
         return weights[start : start + sizes[self.group.rank]]
@@ -146,7 +146,7 @@ class Ranks:
         if weights.shape != gramian.shape[:1]:
             raise InvalidOperandError(
                 f"The weighting returned the shape {tuple(weights.shape)} for a Gramian of shape "
-                f"{tuple(gramian.shape)}, of the objectives of all ranks. Return one weight for "
+                f"{tuple(gramian.shape)}, over the objectives of all ranks. Return one weight for "
                 "each of these."
             )
         return weights.to(gramian)

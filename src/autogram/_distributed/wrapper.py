@@ -142,11 +142,11 @@ class Wrappers:
             is_taken = marks and mark_of(wrapper) not in marks and not self._is_open(wrapper)
             if is_taken and _has_ended(wrapper):
                 raise UnsupportedError(
-                    "A `DistributedDataParallel` exchanges gradients in one backward pass behind "
-                    "each of its forward passes, and there was one behind that of the losses: the "
-                    "gradients of another would stay those of each rank. Call the model again "
-                    "before each `engine.backward`; or call the module inside, `ddp.module(x)`, "
-                    "whose gradients the engine adds up itself, any number of times."
+                    "Call the model again before each `engine.backward`; or call the module "
+                    "inside, `ddp.module(x)`, whose gradients the engine adds up itself, any "
+                    "number of times. A `DistributedDataParallel` exchanges gradients in one "
+                    "backward pass after each of its forward passes, and that of the losses has "
+                    "already had one: the gradients of another would not be exchanged."
                 )
 
     def check_outside(self, outside: Sequence[Tensor]) -> None:
@@ -164,7 +164,7 @@ class Wrappers:
         if names:
             raise UnsupportedError(
                 f"The losses depend on parameters of the shapes {listed(names)} that are not the "
-                "engine's, so that nobody would add up their gradients over the ranks. Give their "
+                "engine's: their gradients would not be added up over the ranks. Pass their "
                 "modules to `Engine` as well; or make two passes: "
                 "`losses.backward(engine.weights(losses, weighting))`."
             )

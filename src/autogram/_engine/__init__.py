@@ -1,4 +1,4 @@
-"""The engine: what a training loop talks to. See README.md here."""
+"""The engine: the interface for a training loop. See README.md here."""
 
 from autogram._compiled.frames import stay_outside
 from autogram._engine.accumulation import Accumulation

@@ -13,16 +13,16 @@ from autogram.errors import InvalidOperandError
 
 
 class Accumulation:
-    """Micro-batches of one step, of which :meth:`autogram.Engine.accumulate` makes a block.
+    """The micro-batches of one step, in a block of :meth:`autogram.Engine.accumulate`.
 
-    Between micro-batches, it keeps factors or rows, and no graph. Where a leaf that is no part of J
-    requires a gradient, the graph stays until the end of the block, and with `fully_shard` that of
+    Between micro-batches, it keeps factors or rows, but no graph. If a leaf outside J
+    requires a gradient, the graph stays until the end of the block; with `fully_shard`, that of
     the last micro-batch does, for passes of other ranks.
 
-    Factors are the inputs of layers and the cotangents of their outputs. So inputs must stay as
-    they are until then. Changes in place raise :class:`~autogram.errors.ChangedTensorError`, but
-    for those that PyTorch does not count: through ``.data``, or a NumPy array that shares the
-    memory.
+    Do not change inputs until the end of the block: factors are the inputs of layers and the
+    cotangents of their outputs. Changes in place raise
+    :class:`~autogram.errors.ChangedTensorError`, except those that PyTorch does not count: through
+    ``.data``, or a NumPy array that shares the memory.
     """
 
     def __init__(self, step: Step) -> None:
@@ -32,7 +32,7 @@ class Accumulation:
 
     @undoing
     def add(self, losses: Losses, *, retain_graph: bool = False) -> None:
-        """Takes in the losses of a micro-batch, by one pass through the activations.
+        """Adds the losses of a micro-batch, with one pass through the activations.
 
         Args:
             losses: As for :meth:`autogram.Engine.compute_gramian`, and with any number of
@@ -40,19 +40,19 @@ class Accumulation:
             retain_graph: Whether to keep their graph, because other losses share it.
 
         Raises:
-            InvalidOperandError: It is not called inside of the block.
+            InvalidOperandError: It is not called inside the block.
             AutogramError: As for :meth:`autogram.Engine.backward`.
         """
         if self._step is None or not self._is_open:
             raise InvalidOperandError(
-                "Losses are added outside of the block of `engine.accumulate`. Call `add` inside: "
+                "Losses are added outside the block of `engine.accumulate`. Call `add` inside: "
                 "`with engine.accumulate(weighting) as batch: batch.add(losses)`."
             )
         self._step.add(losses, retain_graph=retain_graph)
 
     @property
     def gramian(self) -> Tensor:
-        """The Gramian ``(m, m)`` of all objectives in the order in which they were added."""
+        """The Gramian ``(m, m)`` of all objectives, in the order of :meth:`add`."""
         return self._result()[0]
 
     @property
@@ -61,19 +61,19 @@ class Accumulation:
         return self._result()[1]
 
     def _result(self) -> tuple[Tensor, list[Any]]:
-        """What the block has computed."""
+        """The Gramian and the weights of the block."""
         if self._found is None:
             raise InvalidOperandError(
-                "The Gramian and the weights of an accumulation are there behind its block, if "
-                "losses were added and no error was raised. Look at them after the `with` block."
+                "Look at the Gramian and the weights of an accumulation after its `with` block. "
+                "They exist if losses were added and no error was raised."
             )
         return self._found
 
     def __enter__(self) -> Self:
         if self._step is None or self._is_open:
             raise InvalidOperandError(
-                "A block of `engine.accumulate` is entered a second time. Call "
-                "`engine.accumulate(weighting)` for each step."
+                "Call `engine.accumulate(weighting)` for each step. This block of "
+                "`engine.accumulate` is entered a second time."
             )
         self._is_open = True
         return self

@@ -25,7 +25,7 @@ from autogram.errors import (
 
 
 class Clipping(Hooked):
-    """Gradients that are clipped sample by sample."""
+    """An engine's hooks, with clipping sample by sample."""
 
     @overload
     def clip(self, losses: Tensor, bound: float, *, retain_graph: bool = ...) -> Tensor: ...
@@ -50,17 +50,17 @@ class Clipping(Hooked):
     ) -> Tensor | dict[str, Tensor]:
         """Adds the sum of the samples' gradients, each clipped to a norm, into ``.grad``.
 
-        The gradient g of each sample counts as g · min(1, C / ‖g‖), so that the sum changes by at
-        most C if a sample is added or taken away, which is what the noise of DP-SGD is measured by.
-        Calls add up, as those of ``.backward`` do, also over micro-batches. Noise is not added.
-        Nothing is written where something is refused.
+        The gradient g of each sample counts as g · min(1, C / ‖g‖), so adding or removing a sample
+        changes the sum by at most C: the scale of the noise in DP-SGD. Calls add up, like those of
+        ``.backward``, also over micro-batches. Noise is not added. An error leaves ``.grad``
+        unchanged.
 
         Args:
             losses: One loss for each sample, with B elements, as for
                 :meth:`autogram.Engine.compute_gramian`, and not divided by B.
             bound: C, the largest norm of a sample's gradient with respect to all parameters. Or a
-                dict of bounds for groups of parameters, each of which is clipped by its own norm;
-                the sum then changes by at most the root of the sum of the squares of all bounds.
+                dict of bounds for groups of parameters, each clipped by its own norm; the sum then
+                changes by at most the root of the sum of all squared bounds.
             by: The groups of such a dict, as for :meth:`autogram.Jacobian.block_gramians`. By
                 default, each parameter is its own group, by name.
             retain_graph: Whether to keep the graph, as for :meth:`autogram.Engine.backward`.
@@ -73,11 +73,12 @@ class Clipping(Hooked):
 
         Raises:
             InvalidLossesError: There are several losses for a sample, or one for the whole batch.
-            InvalidBatchDimError: The engine has ``batch_dim=None``, which tells no samples apart.
-            MixedSamplesError: Samples meet, so that clipping bounds no influence of a sample.
+            InvalidBatchDimError: The engine has ``batch_dim=None``, which does not tell samples
+                apart.
+            MixedSamplesError: Samples meet, so clipping cannot bound the influence of a sample.
             InvalidOperandError: A bound is not positive, or the dict lacks a group or has others.
             NonFiniteError: A norm is not finite. On a GPU, a later call raises it.
-            UnsupportedError: The losses depend on leaves outside of J that require a gradient,
+            UnsupportedError: The losses depend on leaves outside J that require a gradient,
                 which would not be clipped; or several processes share the gradients.
             AutogramError: As for :meth:`autogram.Engine.compute_gramian`.
 
@@ -99,7 +100,7 @@ class Clipping(Hooked):
         bounds = _bounds_of(bound, by)
         total = self._checked(losses)
         self._check_clippable(total)
-        # Where norms cost less from rows than from factors, the rows have no more elements than the
+        # If norms cost less from rows than from factors, the rows are not larger than the
         # factors, and are kept for the sum.
         run = self._drivers.run(
             total, form="auto", is_step=True, retain_graph=retain_graph, is_summed=False
@@ -125,21 +126,21 @@ class Clipping(Hooked):
         """Refuses losses whose samples are not apart, and steps that several processes share."""
         if self._ranks is not None:
             raise UnsupportedError(
-                "`engine.clip` clips the samples of one process, and the engine is one of several "
+                "`engine.clip` clips the samples of one process, and the engine covers several "
                 "processes. Make an engine without `distributed` on each of them. Call `clip` "
-                "inside of `model.no_sync()`, and add up `.grad` by `torch.distributed.all_reduce`."
+                "inside `model.no_sync()`, and add up `.grad` with `torch.distributed.all_reduce`."
             )
         if is_exchanged(self._channel, losses):
             refuse_gradients("engine.clip")
         dim, shape = self._batch_dim, tuple(losses.shape)
         if dim is None:
             raise InvalidBatchDimError(
-                "`batch_dim` is None, so that the engine does not tell samples apart, and no bound "
-                "would hold for the influence of a sample. Pass `batch_dim=0` to `Engine`."
+                "`batch_dim` is None, so the engine does not tell samples apart, and cannot "
+                "bound the influence of a sample. Pass `batch_dim=0` to `Engine`."
             )
         if not shape:
             raise InvalidLossesError(
-                "The losses are one number, and the gradient of a whole batch would be clipped. "
+                "The losses are one number: the gradient of the whole batch would be clipped. "
                 "Keep one loss for each sample: `reduction='none'`, no `.mean()`."
             )
         samples = shape[0 if dim == "auto" else dim]
@@ -154,12 +155,12 @@ class Clipping(Hooked):
 
 def _check_run(run: Run) -> None:
     """Refuses samples that meet, and gradients that would not be clipped."""
-    are_apart = run.layouts is not None or run.is_misled  # the next call tells in that case
+    are_apart = run.layouts is not None or run.is_misled  # if misled, the next call decides
     if not are_apart and run.survey.losses.numel() > 1:
         raise MixedSamplesError(
             "The samples meet, as in BatchNorm in training mode: each loss depends on several "
-            "samples, and clipping would bound the influence of none. Nothing was added to "
-            "`.grad`. Call `.eval()` on such layers, or replace them, for instance by "
+            "samples, and clipping would not bound the influence of any sample. Nothing was added "
+            "to `.grad`. Call `.eval()` on such layers, or replace them, for instance by "
             "`nn.GroupNorm`. With `Engine(model, batch_dim=0)`, the error names the layer."
         )
     others = [x for x in run.survey.outside if x.requires_grad] if run.survey.losses.numel() else []
@@ -168,8 +169,8 @@ def _check_run(run: Run) -> None:
         raise UnsupportedError(
             f"The losses depend on leaves that require a gradient and are not among the engine's "
             f"parameters, of the shapes {shapes}. Their gradients would not be clipped. Pass the "
-            "modules that have them to `Engine`, too, or let them require none, by "
-            "`x.requires_grad_(False)` or `x.detach()` before the forward pass."
+            "modules that have them to `Engine`, too, or call `x.requires_grad_(False)` or "
+            "`x.detach()` before the forward pass."
         )
 
 
@@ -179,7 +180,7 @@ def _bounds_of(bound: Any, by: Grouping | None) -> float | dict[str, float]:
         return {name: _bound_of(each) for name, each in bound.items()}
     if by is not None:
         raise InvalidOperandError(
-            "Groups of parameters are given, and one bound. Pass a dict with a bound for each "
+            "Groups of parameters are given, but only one bound. Pass a dict with a bound for each "
             "group, or leave out `by` to clip the whole gradient."
         )
     return _bound_of(bound)
@@ -190,15 +191,15 @@ def _bound_of(bound: Any) -> float:
     is_single = isinstance(bound, Tensor) and bound.numel() == 1 and not bound.is_complex()
     if not (is_number(bound) or is_single) or not 0 < bound < inf:
         raise InvalidOperandError(
-            f"A bound of norms is {bound!r}. Pass a positive number, or a dict of such by group."
+            f"A bound of norms is {bound!r}. Pass a positive number, or a dict of them by group."
         )
     return float(bound)
 
 
 def _weights(norms: Tensor, bound: float) -> Tensor:
-    """What rows of some norms are multiplied by."""
+    """The factors of rows with some norms."""
     check_norms(norms)
-    # On a GPU, this is read later: zero times what is infinite would be no better.
+    # On a GPU, this is read later: zero times infinity would not help.
     return (bound / norms.clamp(min=bound)).masked_fill(~norms.isfinite(), nan)
 
 

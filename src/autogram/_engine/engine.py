@@ -1,4 +1,4 @@
-"""The engine: what a training loop talks to."""
+"""The engine: the interface for a training loop."""
 
 from __future__ import annotations
 
@@ -28,35 +28,36 @@ class Engine(Training, Clipping):
     The engine hooks these modules once. Their forward passes then record where parameters are used,
     and :meth:`compute_gramian` turns one backward pass through the activations into the Gramian
     J Jᵀ. With gradients disabled the hooks do nothing, and ordinary backward passes give the same
-    gradients as without an engine. Several threads may use one engine at once. The hooks are taken
-    off by :meth:`remove`, at the end of a ``with Engine(model) as engine:`` block, or when the
+    gradients as without an engine. Several threads may use one engine at once. The hooks are
+    removed by :meth:`remove`, at the end of a ``with Engine(model) as engine:`` block, or when the
     engine is dropped.
 
     Args:
-        modules: The modules whose trainable parameters J is taken with respect to. None may be
-            inside another.
+        modules: The modules whose trainable parameters are the columns of J. None may be inside
+            another.
         batch_dim: The dimension of the losses that counts the samples. ``None`` treats the whole
-            batch as one sample: right for any losses, by a backward pass for each loss. ``"auto"``
-            takes dimension 0, and objectives that are not per-sample as ``None``, with one warning.
+            batch as one sample: correct for any losses, with a backward pass for each loss.
+            ``"auto"`` takes dimension 0; for objectives that are not per-sample, it warns once and
+            acts like ``None``.
         memory_limit_bytes: The size above which an intermediate result of a contraction is computed
             in parts. The smallest part is one row of the Jacobian for one parameter.
         verify: When results are compared with one ordinary backward pass: ``"first"`` at the calls
-            1, 2, 4, ..., 64, then each 64th, and whenever the graph behind the losses is new in
+            1, 2, 4, ..., 64, then each 64th, and whenever the graph of the losses is new in
             more than sizes; ``"always"``; or ``"never"``.
-        unseen: What to do with parameters that are used where calls are not recorded: in a penalty,
-            a custom autograd Function, a gradient that is differentiated again (but for products of
-            matrices), a forward pass from before the engine was made. ``"rows"`` computes their
-            rows by vector-Jacobian products, exactly, and warns once; ``"error"`` refuses them.
-        distributed: The processes whose objectives have one Gramian, and which make each call
+        unseen: How to treat parameters that are used where calls are not recorded: in a penalty,
+            a custom autograd Function, a gradient that is differentiated again (except matrix
+            products), a forward pass from before the engine was made. ``"rows"`` computes their
+            rows with vector-Jacobian products, exactly, and warns once; ``"error"`` refuses them.
+        distributed: The processes whose objectives share one Gramian, and which make each call
             together: ``True`` for all, a `ProcessGroup` or a `DeviceMesh` for some, or ``False``
             for this process alone.
 
     Raises:
         InvalidModulesError: No module is given, an argument is not one, or one is inside another.
         InvalidBatchDimError: ``batch_dim`` is neither a dimension, nor ``None``, nor ``"auto"``.
-        InvalidOptionError: Another option has a value that it cannot have, or this process is in no
-            group of those that ``distributed`` names.
-        UnsupportedError: Parameters are spread over processes, but for `fully_shard` with
+        InvalidOptionError: Another option has an invalid value, or this process is not in the
+            group that ``distributed`` names.
+        UnsupportedError: Parameters are spread over processes, except by `fully_shard` with
             ``distributed``.
 
     Example:
@@ -84,16 +85,16 @@ class Engine(Training, Clipping):
 
         Args:
             losses: The objectives, a floating-point tensor of any shape with m elements, computed
-                from the outputs of the engine's modules. Or a list or a dict of such, one for each
-                task: if each is one number, they are taken as ``(K,)``, and if the first dimension
-                of each counts the samples, as ``(B, K)``. Their graph is kept.
+                from the outputs of the engine's modules. Or a list or a dict of such tensors, one
+                for each task: read as ``(K,)`` if each is one number, and as ``(B, K)`` if the
+                first dimension of each counts the samples. Their graph is kept.
 
         Returns:
             All inner products of the objectives' gradients, ``(m, m)``, in the row-major order of
             the losses, in the dtype of the parameters and at least float32, detached.
 
             Cost: a backward pass through the activations, and contractions that cost from a few
-            percent to the whole of a forward pass. The first call with a graph looks at all of its
+            percent to the whole of a forward pass. The first call with a graph examines all of its
             nodes. Verification is an ordinary backward pass.
 
         Raises:
@@ -104,11 +105,12 @@ class Engine(Training, Clipping):
             VerificationError: The result was verified, and is wrong.
             UnseenUseError: ``unseen`` is ``"error"``, and a parameter is used unseen.
             FreedGraphError: An earlier backward pass has freed the graph.
-            UnsupportedError: A call has no gradient for each objective; a parameter was frozen
-                after the forward pass; the pass would disturb a wrapper of `torch.distributed`; or
-                a custom Function or a hook adds to `.grad` of parameters during the pass.
+            UnsupportedError: A call does not have a gradient for each objective; a parameter was
+                frozen after the forward pass; the pass would disturb a wrapper of
+                `torch.distributed`; or a custom Function or a hook adds to `.grad` of parameters
+                during the pass.
             MemoryLimitError: Memory ran out, and again with an eighth of the limit. If an eighth
-                is enough, the engine and its Jacobians have this limit from then on.
+                suffices, the engine and its Jacobians keep this limit.
             RemovedEngineError: The engine was removed.
         """
         if self._ranks is None:
@@ -118,14 +120,14 @@ class Engine(Training, Clipping):
         return gramian
 
     def jacobian(self, losses: Losses, *, keep: Keep = "auto") -> Jacobian:
-        """The Jacobian of the losses, as an operator that keeps factors and not rows.
+        """The Jacobian of the losses, as an operator that keeps factors instead of rows.
 
         Args:
             losses: As for :meth:`compute_gramian`. The Jacobian does not need their graph.
-            keep: What to keep of a parameter whose Gramian costs less from explicit rows.
-                ``"factors"``: the factors, from which each product starts anew. ``"auto"``: rows
-                where they are no larger than the factors. ``"rows"``: also larger rows, until
-                these fill the memory limit; on a GPU, where reading them is faster than contracting
+            keep: What to keep for a parameter whose Gramian costs less from explicit rows.
+                ``"factors"``: the factors, from which each product starts anew. ``"auto"``: rows,
+                if they are not larger than the factors. ``"rows"``: also larger rows, until
+                these fill the memory limit; on a GPU, if reading them is faster than contracting
                 again, until these fill half of the free memory, or a third of the memory in use
                 without them. Later products only read rows.
 
@@ -133,7 +135,7 @@ class Engine(Training, Clipping):
             The Jacobian, for the cost of :meth:`compute_gramian`, less the contractions.
 
         Raises:
-            InvalidOptionError: ``keep`` is none of these.
+            InvalidOptionError: ``keep`` has another value.
             AutogramError: As for :meth:`compute_gramian`.
         """
         with together(self._ranks, losses, "jacobian"):
@@ -145,7 +147,7 @@ class Engine(Training, Clipping):
 
     @undoing
     def weights(self, losses: L, weighting: Weighting, *, scaler: GradScaler | None = None) -> L:
-        """The weights alone, in the form of the losses, for a backward pass of your own.
+        """Only the weights, in the form of the losses, for your own backward pass.
 
         ``losses.backward(engine.weights(losses, weighting))`` is a step in two passes. For several
         losses, it is ``torch.autograd.backward(losses, weights)`` with two lists.
@@ -156,7 +158,7 @@ class Engine(Training, Clipping):
             scaler: As for :meth:`backward`; then call ``scaler.scale(losses).backward(weights)``.
 
         Returns:
-            The weights, as :meth:`backward` returns them.
+            The same weights as :meth:`backward`.
 
         Raises:
             AutogramError: As for :meth:`backward`.
@@ -178,7 +180,7 @@ class Engine(Training, Clipping):
         return weights_like(weights, losses, self._batch_dim)  # type: ignore[no-any-return]  # their form
 
     def sketch(self, losses: Losses, dimensions: int = 4096, seed: int = 0) -> Sketch:
-        """The rows of the Jacobian in a few random dimensions, for batches in the thousands.
+        """The rows of the Jacobian in a few random dimensions, for thousands of samples.
 
         Args:
             losses: As for :meth:`compute_gramian`. Their graph is kept.
@@ -188,12 +190,12 @@ class Engine(Training, Clipping):
         Returns:
             The sketch, with ``rows`` of shape ``(m, d)`` and an unbiased ``gramian()``.
 
-            Cost: a backward pass through the activations, and for each parameter that of forming
-            its rows, or of projecting its factors where these have fewer elements. RAM: rows of one
-            parameter, in parts that keep the memory limit.
+            Cost: a backward pass through the activations, and for each parameter forming
+            its rows, or projecting its factors if these have fewer elements. RAM: rows of one
+            parameter, in parts within the memory limit.
 
         Raises:
-            InvalidOptionError: ``dimensions`` is not positive, or one of the two is no integer.
+            InvalidOptionError: ``dimensions`` is not positive, or one of the two is not an integer.
             AutogramError: As for :meth:`compute_gramian`.
 
         References:

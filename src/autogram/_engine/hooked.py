@@ -1,4 +1,4 @@
-"""An engine without its products: modules, hooks, reports, captured steps and removal."""
+"""The engine's lifecycle: modules, hooks, reports, captured steps and removal."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from autogram.hooks import HookManager
 
 
 class Hooked:
-    """Modules with the hooks of an engine on them, until these are removed.
+    """Modules with an engine's hooks, until these are removed.
 
-    Arguments are those of :class:`autogram.Engine`, which adds the products.
+    The arguments are those of :class:`autogram.Engine`, which adds the products.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Hooked:
             losses: As for :meth:`compute_gramian`. Their graph is kept.
 
         Raises:
-            VerificationError: They do not agree, by parameters that the error names.
-            NonFiniteError: A gradient is infinite or not a number, so that nothing can be said.
+            VerificationError: They do not agree; the error names the parameters.
+            NonFiniteError: A gradient is infinite or not a number, so the check is impossible.
             AutogramError: As for :meth:`compute_gramian`.
 
         References:
@@ -108,9 +108,9 @@ class Hooked:
             self._run(losses, must_verify=True)
 
     def report(self) -> Report:
-        """What the last Gramian was computed from, and how; ``print(engine)`` shows it as a table.
+        """How the last Gramian was computed; ``print(engine)`` shows it as a table.
 
-        Small parameters are contracted together, and listed as if each was alone.
+        Small parameters are contracted together, but listed as if each were contracted alone.
         """
         return make_report(self._drivers.last.summary)
 
@@ -128,35 +128,35 @@ class Hooked:
     def prepare_capture(self) -> None:
         """Lets the next steps be captured into CUDA graphs, and replayed.
 
-        Call it behind eager steps that are those to be captured, on the stream of the capture. A
-        replay gives what an eager step would give for the values in the same tensors, but for the
+        Call it on the stream of the capture, after a few eager runs of the steps to capture. A
+        replay gives the same result as an eager step on the same values, except for the
         last bits where a kernel adds up in any order. Captured steps are not verified.
 
         Raises:
-            UnsupportedError: It has to be found out in each step anew where the samples are; or no
-                step was verified yet. When a step is captured: it is not one of those before.
+            UnsupportedError: The engine must find the samples anew in each step; or no
+                step was verified yet. During a capture: the step differs from the eager steps.
 
         Example:
-            `docs/cuda_graphs.md` has a whole training loop.
+            `docs/cuda_graphs.md` shows a whole training loop.
         """
         if not self._drivers.last.is_settled:
             raise UnsupportedError(
                 "A step cannot be captured: no step was verified yet, or in the last one the "
-                "engine could not remember where the samples are. Run the step that is to be "
-                "captured eagerly first; pass `batch_dim=None` to `Engine` if that does not help."
+                "engine could not remember where the samples are. Run the step eagerly before "
+                "capturing it; pass `batch_dim=None` to `Engine` if that does not help."
             )
         self._replays.prepare({parameter.device for parameter in self._channel.parameters_now()})
 
     def check_replays(self) -> None:
-        """Raises if steps in CUDA graphs were replayed with values that they are not right for.
+        """Raises if replays of CUDA graphs had values for which the captured step is wrong.
 
-        Where samples are may follow from index values and masks. Each replay compares them with
-        those of the captured step, and looks whether its weights are finite. This method reads the
-        answer for all replays since it was called last, and waits for the device. It also reads
+        The places of samples may depend on index values and masks. Each replay compares them with
+        those of the captured step, and checks whether its weights are finite. This method reads the
+        answer for all replays since its last call, and waits for the device. It also reads
         whether the weights of other steps on a GPU were finite.
 
         Raises:
-            StaleCaptureError: They were not right.
+            StaleCaptureError: A replay had such values.
             NonFiniteError: The weights of a step that was not captured were not finite.
         """
         self._finite.check(waits=True)
@@ -194,8 +194,8 @@ class Hooked:
             weights: ``(M,)``, in the order of the Gramian.
 
         Returns:
-            The part, in the form of the losses that this rank gave, or of several micro-batches
-            ``(m,)``. ``losses.backward(own)`` is the backward pass of a step in two passes.
+            The part, in the form of this rank's losses, or ``(m,)`` for several micro-batches.
+            ``losses.backward(own)`` is the backward pass of a step in two passes.
 
         Raises:
             InvalidOperandError: The weights have another shape, or the engine was made without
@@ -203,32 +203,32 @@ class Hooked:
         """
         if self._ranks is None:
             raise InvalidOperandError(
-                "The engine computes the Gramian of this process alone, of which all weights are "
-                "its own. Make it with `Engine(model, distributed=True)`, or use the weights as "
-                "they are."
+                "The engine computes the Gramian of this process alone, to which all weights "
+                "belong. Make it with `Engine(model, distributed=True)`, or use the weights "
+                "unchanged."
             )
         own = self._ranks.own(weights)
         return own if self._form is None else weights_like(own, self._form, self._batch_dim)
 
     def remove(self) -> None:
-        """Takes the engine off its modules for good, which leaves nothing on them."""
+        """Removes the engine from its modules for good, without leaving a trace on them."""
         self._remove()
         self._devices.free()
 
     def _run(self, losses: Losses, **asked: Any) -> Run:
-        """One call of a driver, for losses as users give them."""
+        """One call of a driver, for losses in the user's form."""
         total = self._checked(losses)
         is_one = isinstance(losses, Tensor)
         return self._drivers.run(total, are_single=not is_one and are_single(losses), **asked)
 
     def _checked(self, losses: Losses) -> Tensor:
-        """Losses as one tensor. Refuses those that have no Jacobian here."""
+        """Losses as one tensor. Refuses losses without a Jacobian for this engine."""
         if not self._remove.alive:
             raise RemovedEngineError(
                 "The engine has no modules: it was removed by `remove` or at the end of its `with` "
-                "block, or it is a copy or a pickle of another. Make a new one: `Engine(model)`."
+                "block, or it is a copy or a pickle. Make a new one: `Engine(model)`."
             )
-        # All ranks have to raise in the same call, however far their devices are.
+        # All ranks must raise in the same call, however far their devices are.
         self._finite.check(waits=self._ranks is not None)
         losses = as_one_tensor(losses, self._batch_dim, self._channel.told)
         if self._ranks is not None:
@@ -251,7 +251,7 @@ class Hooked:
 
 
 def _take_off(hooks: HookManager, session: Session, shards: Shards | None) -> None:
-    """Removes all that an engine has put on modules."""
+    """Removes everything that an engine has added to modules."""
     hooks.remove()
     session.remove()
     if shards is not None:
@@ -259,7 +259,7 @@ def _take_off(hooks: HookManager, session: Session, shards: Shards | None) -> No
 
 
 def _removed(kind: type[Hooked]) -> Hooked:
-    """What an engine becomes in a copy, whose modules have no hooks."""
+    """A removed engine, in place of a copy: the copied modules have no hooks."""
     engine = kind(nn.Identity())
     engine.remove()
     return engine

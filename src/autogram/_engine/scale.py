@@ -1,6 +1,6 @@
-"""The scale of a gradient scaler: losses have it, and the Gramian that the weighting sees has not.
+"""The scale of a gradient scaler: the losses are scaled, the weighting's Gramian is unscaled.
 
-Where something overflows, weights and gradients are no numbers, so that the scaler skips the step.
+If something overflows, weights and gradients are NaN, so that the scaler skips the step.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from autogram.errors import InvalidOperandError, InvalidOptionError
 
 
 class Scale:
-    """The scale of one step, and the weighting of its Gramian. Without a scaler, it is one."""
+    """The scale of one step, and the weighting of its Gramian. Without a scaler, the scale is 1."""
 
     def __init__(self, weighting: Weighting, scaler: GradScaler | None) -> None:
         self._weighting = weighting
         self._scaler = scaler
-        self._scales: list[Tensor] = []  # of each time that it was applied, on the device
+        self._scales: list[Tensor] = []  # one for each application, on the device
 
     def check(self) -> None:
-        """Refuses what is no weighting, and what is no scaler. To be called before all else.
+        """Checks the weighting and the scaler. Call it first.
 
         Raises:
-            InvalidOperandError: The weighting is no function of a Gramian.
-            InvalidOptionError: The scaler is none.
+            InvalidOperandError: The weighting is not a function of a Gramian.
+            InvalidOptionError: The scaler is not a gradient scaler.
         """
         check_weighting(self._weighting)
         scaler = self._scaler
@@ -53,7 +53,7 @@ class Scale:
 
     @contextmanager
     def applied(self, losses: Tensor) -> Iterator[Tensor]:
-        """Gives losses times the scale to a block, whose passes may overflow if there is one."""
+        """Gives the scaled losses to a block, whose passes may overflow with a scaler."""
         if self._scaler is not None:
             # Public, and it does not wait for the device, as `get_scale` does.
             self._scales.append(self._scaler.scale(torch.ones((), device=losses.device)))
@@ -62,9 +62,9 @@ class Scale:
             yield losses
 
     def weights(self, gramian: Tensor) -> Tensor:
-        """The weights, from the Gramian of the scaled losses, which is unscaled first.
+        """Unscales the Gramian of the scaled losses, then computes the weights.
 
-        They are not a number where it is not finite: the user's function is not asked then.
+        If the Gramian is not finite, they are NaN, and the user's function is not called.
 
         Raises:
             NonFiniteError: The Gramian of scaled losses is finite, and the weights are not.
@@ -83,17 +83,17 @@ class Scale:
     def usable(self, weights: Tensor, gramian: Tensor, finite: FiniteWeights) -> Tensor:
         """Weights that may be multiplied into ``.grad``.
 
-        Those of scaled losses are, also where they are not a number: the scaler skips the step.
+        With a scaler, all weights may, even NaN: the scaler skips the step.
 
         Raises:
-            NonFiniteError: Those of other losses are not finite.
+            NonFiniteError: Without a scaler, the weights are not finite.
         """
         if self._scaler is not None:
             return weights
         return finite.usable(weights, gramian.dtype, gramian)
 
     def unscaled(self, gramian: Tensor) -> Tensor:
-        """The Gramian of the losses: exactly, as scales are powers of two unless told otherwise."""
+        """The Gramian of the losses: exact, because scales are powers of two by default."""
         if self._scaler is None:
             return gramian
         return gramian / self._scales[0] / self._scales[0]
@@ -109,7 +109,7 @@ class Scale:
         numbers = {float(scale) for scale in self._scales}
         if len(numbers) > 1:
             raise InvalidOperandError(
-                "The scale has changed between the micro-batches of one step, whose losses have "
-                "different factors now. Call `scaler.update()` behind the block."
+                "Call `scaler.update()` after the block: the scale has changed between the "
+                "micro-batches of one step, and their losses have different factors."
             )
         return numbers.pop()

@@ -1,4 +1,4 @@
-"""A step: rows of the losses, one Gramian, one set of weights, gradients."""
+"""A step: rows of the losses, one Gramian, one set of weights, and gradients."""
 
 from __future__ import annotations
 
@@ -33,54 +33,54 @@ from autogram._undo import undoing
 from autogram.errors import InvalidOptionError
 
 GradientsOutside = Literal["sum", "weighted"]
-"""Which gradient leaves get that are no part of J: of the sum of losses, or of weighted ones."""
+"""The gradient of leaves outside J: that of the sum of losses, or of the weighted losses."""
 
 
 def check_outside(gradients_outside: object) -> None:
-    """Refuses what is no choice of the gradients of leaves that are no part of J."""
+    """Refuses an unknown choice of the gradients of leaves outside J."""
     if gradients_outside not in get_args(GradientsOutside):
         raise InvalidOptionError(
             f"`gradients_outside` is {gradients_outside!r}. Pass "
-            '"sum", so that parameters outside of J get the gradient of the sum of the losses, or '
+            '"sum", so that parameters outside J get the gradient of the sum of the losses, or '
             '"weighted", for that of the weighted losses.'
         )
 
 
 @dataclass(eq=False)
 class Step:
-    """The backward pass of a step, in which losses are added one after the other."""
+    """The backward pass of a step, to which losses are added one after the other."""
 
     engine: Hooked
     keep: Keep
     scale: Scale
-    gradients_outside: GradientsOutside  # of leaves that are no part of J
-    is_only: bool = False  # whether losses are added once: the Gramian is added up on the way
-    arena: Arena | None = None  # where to put rows then
+    gradients_outside: GradientsOutside  # of leaves outside J
+    is_only: bool = False  # whether losses are added once: the pass then adds up the Gramian
+    arena: Arena | None = None  # where to put rows in that case
 
     def __post_init__(self) -> None:
-        # What runs the forward passes of several ranks, or `None` where no other one waits.
+        # The wrappers around the forward passes of several ranks, `None` without other ranks.
         ranks = self.engine._ranks
         self._wrappers = None if ranks is None else Wrappers(ranks.group)
         self._parts: list[JacobianPart] = []
         self._names: dict[Tensor, str] = {}
-        self._forms: list[tuple[Losses, int]] = []  # those of the losses, and how many they are
+        self._forms: list[tuple[Losses, int]] = []  # of the losses, with their numbers of elements
         self._gramian: Tensor | None = None  # of the scaled losses, if it was added up
         self._rest: dict[int, tuple[Tensor, Sequence[Tensor], bool]] = {}
-        """By part: losses, leaves that are not of J, and whether to keep the graph."""
-        self._has_rest = False  # ever
+        """By part: losses, leaves outside J, and whether to keep the graph."""
+        self._has_rest = False  # whether any losses had such leaves
         self._few: list[dict[Tensor, Tensor]] = []
-        """By objective: gradients of leaves that are not of J, if the pass has given them."""
-        self._has_begun = False  # for other ranks
-        self._has_met = False  # them, at the end
-        self._last: Losses = []  # where a pass for the sake of other ranks begins
+        """By objective: gradients of leaves outside J, if the pass has computed them."""
+        self._has_begun = False  # whether other ranks know of the call
+        self._has_met = False  # whether the ranks have met at the end of the step
+        self._last: Losses = []  # the start of a pass that only other ranks need
 
     def add(self, losses: Losses, *, retain_graph: bool) -> None:
-        """Takes in the rows of some losses.
+        """Adds the rows of some losses.
 
         Args:
-            losses: The objectives. Without any, others may give gradients to the parameters.
-            retain_graph: Whether their graph is needed by others. It is kept until the end of the
-                step where leaves that are not of J need it.
+            losses: The objectives, possibly none: other losses may give gradients.
+            retain_graph: Whether others need their graph. It is kept until the end of the
+                step if leaves outside J need it.
         """
         with self._passing(losses):
             retain_graph = is_retained(retain_graph)
@@ -92,7 +92,7 @@ class Step:
 
     @contextmanager
     def _passing(self, losses: Losses) -> Iterator[None]:
-        """Lets passes go through what wraps the model around some losses of the step."""
+        """Lets passes for some losses of the step go through the wrappers of the model."""
         ranks = self.engine._ranks
         if ranks is None or self._wrappers is None:
             yield
@@ -103,7 +103,7 @@ class Step:
             yield
 
     def _begin(self, ranks: Ranks) -> None:
-        """Begins the call, in which other ranks have to be, too."""
+        """Begins the call, which all ranks must make."""
         if not self._has_begun:
             self._has_begun = True
             ranks.agreement.begin("backward" if self.is_only else "accumulate")
@@ -144,21 +144,21 @@ class Step:
 
     @undoing
     def abandon(self, error: BaseException) -> None:
-        """Tells other ranks of an interrupt before :meth:`finish` could tell them anything."""
+        """Tells other ranks of an interrupt that came before :meth:`finish` could tell them."""
         ranks = self.engine._ranks
         if ranks is not None and self._wrappers is not None and not self._has_met:
             self._finish_with_others(ranks, self._wrappers, error)
 
     @undoing
     def finish(self, error: BaseException | None) -> tuple[Tensor, list[Any]] | None:
-        """Weighs what was added, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.
+        """Weights the added losses, and adds Jᵀ w of the scaled losses to ``.grad`` of all leaves.
 
         Args:
-            error: What has failed on this rank, if it has: it is told to the others.
+            error: The error on this rank, if any, which is sent to the others.
 
         Returns:
-            The Gramian ``(m, m)`` of the losses, of all ranks if there are several, and the weights
-            of this one's, in the form of the losses each time that some were added. Or ``None`` if
+            The Gramian ``(m, m)`` of the losses, of all ranks if there are several; and the weights
+            of this rank, for each call of :meth:`add` in the form of its losses. ``None`` if
             there is no other rank, and no objective or an error.
         """
         engine, sizes = self.engine, [size for _, size in self._forms]
@@ -174,10 +174,10 @@ class Step:
         return self.scale.unscaled(gramian), weights_in_form
 
     def _jacobian(self) -> Jacobian:
-        """The rows of all losses. Those without elements count only where there are no others."""
+        """The rows of all losses. Empty losses count only if there are no others."""
         parts = [part for part in self._parts if part.m] or self._parts[-1:]
         reached = {p: self._names[p] for part in parts for p in part.columns}
-        self.engine._channel.refuse_frozen(reached)  # behind one of several micro-batches
+        self.engine._channel.refuse_frozen(reached)  # frozen after one of several micro-batches
         return Jacobian(parts, self._names, self.engine._limit, self.engine._finite)
 
     def _finish_alone(self) -> tuple[Tensor, Tensor]:
@@ -187,8 +187,8 @@ class Step:
         gramian = jacobian.gramian() if self._gramian is None else self._gramian
         weights = self.scale.weights(gramian)
         usable = self.scale.usable(weights, gramian, self.engine._finite)
-        # All are computed before any is added: memory may run out, and a hook on a parameter may
-        # take a step of it, which neither factors nor graph would bear.
+        # Compute all gradients before adding any: memory may run out, and a hook on a parameter
+        # may update it, which would invalidate factors and graph.
         gradients = jacobian._gradients_of(usable)
         _accumulate_rest(self._gradients_of_rest(self._outside_of(weights, usable)))
         jacobian._add(gradients)
@@ -243,17 +243,17 @@ class Step:
         return gramian, own
 
     def _outside_of(self, weights: Tensor, usable: Tensor) -> Tensor:
-        """The weights of the losses for leaves that are not of J.
+        """The weights of the losses for leaves outside J.
 
-        Ones for their sum, unless the ``weights`` are not finite: then leaves get what parameters
-        of J get by those that are ``usable``, zeros or what is not a number.
+        Ones for the sum of the losses. If the ``weights`` are not finite, the ``usable`` ones, as
+        for parameters of J: zeros or NaN.
         """
         if self.gradients_outside == "weighted" or not self._has_rest:
             return usable
         return torch.where(weights.isfinite().all(), torch.ones_like(usable), usable)
 
     def _gradients_of_rest(self, weights: Tensor) -> dict[Tensor, Tensor]:
-        """Lets go of rows, and gives the gradients of leaves that are not of J and not wrapped."""
+        """Drops the rows, and returns the gradients of leaves outside J and outside wrappers."""
         rest, before_pass = list(self._rest_of(weights)), self.engine._channel.before_pass
         of_rest: dict[Tensor, Tensor] = {}
         for weight, gradients in zip(weights.flatten().unbind(), self._few, strict=False):
@@ -272,12 +272,12 @@ class Step:
         return of_rest
 
     def _check_rest(self) -> None:
-        """Refuses leaves that are not of J, and whose gradients cannot be added up."""
+        """Refuses leaves outside J whose gradients cannot be added up."""
         check_addable(leaf for _, outside, _ in self._rest.values() for leaf in outside)
         check_addable(leaf for gradients in self._few for leaf in gradients)
 
     def _rest_of(self, weights: Tensor) -> Iterator[tuple[Tensor, Sequence[Tensor], Tensor, bool]]:
-        """For losses: leaves that are not of J, the cotangent, and whether to keep the graph."""
+        """By losses: leaves outside J, the cotangent, and whether to keep the graph."""
         parts = weights.flatten().split([part.m for part in self._parts])
         for i, (losses, outside, retain_graph) in self._rest.items():
             yield losses, outside, parts[i].reshape(losses.shape).to(losses), retain_graph
@@ -288,9 +288,9 @@ class Step:
         return [x for x in leaves if x.requires_grad and not (wrappers and wrappers.has(x))]
 
     def _wrapped_rest(self, weights: Tensor, wrappers: Wrappers) -> dict[Tensor, Tensor]:
-        """Gradients of leaves that are not of J, and that wrappers exchange, summed over the parts.
+        """Gradients of leaves outside J that wrappers exchange, summed over the parts.
 
-        A wrapper exchanges each gradient once. Hooks are called where it is handed over.
+        A wrapper exchanges each gradient once, and calls hooks when it receives it.
         """
         gradients: dict[Tensor, Tensor] = {}
         for losses, outside, cotangent, retain_graph in self._rest_of(weights):
@@ -309,7 +309,7 @@ def _add_gradients(
     retain_graph: bool,
 ) -> None:
     """Adds the gradients of leaves to a total. No hook on a leaf runs."""
-    # Autocast would round what the nodes of this pass multiply.
+    # Autocast would round the factors in this pass.
     with without_hooks(leaves), without_autocast(losses.device):
         gradients = torch.autograd.grad(
             [losses], leaves, [cotangent], retain_graph, allow_unused=True
@@ -320,15 +320,15 @@ def _add_gradients(
 
 
 def _sum(first: Tensor, second: Tensor) -> Tensor:
-    """The sum of two gradients. PyTorch adds what is sparse to what is dense alone."""
+    """The sum of two gradients. PyTorch adds a sparse tensor only to a dense one on its left."""
     return second + first if first.is_sparse and not second.is_sparse else first + second
 
 
 def _accumulate_rest(gradients: Mapping[Tensor, Tensor]) -> None:
-    """Adds gradients of leaves that are not of J to their ``.grad``.
+    """Adds gradients of leaves outside J to their ``.grad``.
 
-    By autograd, which copies what several leaves share, and where wrappers that know nothing of
-    engines have hooks.
+    Through autograd, which copies gradients that several leaves share, and runs the hooks of
+    wrappers that do not know engines.
     """
     if gradients:
         torch.autograd.backward([*gradients], [*gradients.values()])

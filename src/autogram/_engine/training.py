@@ -1,4 +1,4 @@
-"""Steps of an engine: from losses to gradients in ``.grad``."""
+"""An engine's steps: from losses to gradients in ``.grad``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autogram._weights import Weighting
 
 
 class Training(Hooked):
-    """An engine's modules, and steps that train them, of one batch or of many micro-batches."""
+    """An engine's modules, and their training steps with one batch or many micro-batches."""
 
     @overload
     def backward(
@@ -60,42 +60,43 @@ class Training(Hooked):
         """A step's whole backward pass: Gramian, weights, and Jᵀ w added into ``.grad``.
 
         Parameters of J get the gradients of ``losses.backward(weights)``, to rounding, with the
-        weights ``weighting(engine.compute_gramian(losses))``, by one pass through the activations
+        weights ``weighting(engine.compute_gramian(losses))``, in one pass through the activations
         instead of two: these gradients come from the factors of the Gramian. Other leaves that
-        require a gradient, such as heads behind a trunk that alone is the engine's, get that of the
-        sum of the losses, as by ``torchjd.autojac.mtl_backward``: each head that of its own task's
-        loss. An ordinary backward pass between these leaves and the losses computes it, so that
-        verification compares J alone. Gradients are dense, and hooks on parameters run.
+        require a gradient, such as heads after a trunk that the engine covers alone, get the
+        gradient of the sum of the losses, as with ``torchjd.autojac.mtl_backward``: each head gets
+        that of its own task's loss. An ordinary backward pass between these leaves and the losses
+        computes it; verification compares only J. Gradients are dense, and hooks on parameters run.
         Activations that retain their gradient get none.
 
         Args:
             losses: As for :meth:`autogram.Engine.compute_gramian`.
             weighting: Maps the Gramian ``(m, m)`` to weights, of shape ``(m,)`` or that of the
-                losses: any function, or a weighting of torchjd. It is called outside of autocast.
-            scaler: A `torch.amp.GradScaler`, which is given the losses without its scale. The
-                gradients have it, as ``scaler.step`` expects. Where something overflows, weights
-                and gradients are not a number, so that the scaler skips the step, on all ranks; the
-                weighting is not called. Reading whether it did waits for the device.
-            gradients_outside: Which gradient leaves get that require one and are no part of J:
+                losses: any function, or a weighting of torchjd. It is called outside autocast.
+            scaler: A `torch.amp.GradScaler`; pass unscaled losses. The gradients are scaled, as
+                ``scaler.step`` expects. If something overflows, weights
+                and gradients are NaN, so that the scaler skips the step, on all ranks; the
+                weighting is not called. Checking for an overflow waits for the device.
+            gradients_outside: The gradient of leaves outside J that require one:
                 ``"sum"``, that of the sum of all losses, over samples and ranks as well; or
                 ``"weighted"``, that of the weighted losses, as ``losses.backward(weights)``.
-            retain_graph: Whether to keep the graph. If not, the pass frees it, or, where another
-                pass might be needed, it goes when the losses go.
+            retain_graph: Whether to keep the graph. If not, the pass frees it; if another
+                pass might be needed, the graph is freed with the losses.
             return_gramian: Whether to return the Gramian as well.
 
         Returns:
-            The weights in the losses' shape, or a list or a dict of them as the losses are, and the
-            Gramian ``(m, m)`` if asked for; detached, in at least float32.
+            The weights in the losses' shape, or in a list or a dict like the losses; and the
+            Gramian ``(m, m)`` if requested; detached, in at least float32.
 
             Cost: that of :meth:`autogram.Engine.compute_gramian`, and the weights' gradients. RAM:
             the cotangents of all activations until the weights are known, and rows as with
             ``keep="rows"``, whose RAM the engine keeps on a CPU.
 
         Raises:
-            InvalidOperandError: The weights have another shape, or the weighting is no function of
-                a Gramian: it is an aggregator, a weighting of rows, or a tensor.
-            InvalidOptionError: ``scaler`` is none, or ``gradients_outside`` is neither value.
-            NonFiniteError: The weights are not finite. Nothing is added to ``.grad`` then. On a
+            InvalidOperandError: The weights have another shape, or the weighting is not a function
+                of a Gramian: it is an aggregator, a weighting of rows, or a tensor.
+            InvalidOptionError: ``scaler`` is not a gradient scaler, or ``gradients_outside`` is
+                neither value.
+            NonFiniteError: The weights are not finite, and nothing is added to ``.grad``. On a
                 GPU, which is not waited for, zeros are added, and a later call raises the error.
             UnsupportedError: Without ``distributed``, gradients would be exchanged.
             MemoryLimitError: Memory ran out twice, or once after a part of the graph was freed.
@@ -115,7 +116,7 @@ class Training(Hooked):
             ) as step,
         ):
             step.add(losses, retain_graph=retain_graph)
-            # The rows are gone before another step may write where they are.
+            # The rows must be gone before another step writes to their memory.
         (weights,) = step.weights
         return (weights, step.gramian) if return_gramian else weights
 
@@ -127,21 +128,21 @@ class Training(Hooked):
         scaler: GradScaler | None = None,
         gradients_outside: GradientsOutside = "sum",
     ) -> Accumulation:
-        """A block that takes in the losses of several micro-batches as those of one step.
+        """A block that collects the losses of several micro-batches into one step.
 
         At its end, all objectives have one Gramian and one set of weights, and Jᵀ w is added into
-        ``.grad``, as :meth:`backward` would do for all losses at once. If the block is left by an
-        error, nothing is written.
+        ``.grad``, as :meth:`backward` would do for all losses at once. If an error leaves the
+        block, nothing is written.
 
         Args:
-            weighting: As for :meth:`backward`: maps the Gramian of all objectives, in the order in
-                which they were added, to their weights.
+            weighting: As for :meth:`backward`: maps the Gramian of all objectives, in the order of
+                the calls of ``add``, to their weights.
             keep: As for :meth:`autogram.Engine.jacobian`: what to keep between micro-batches.
             scaler: As for :meth:`backward`. An overflow in one micro-batch skips the step.
             gradients_outside: As for :meth:`backward`: of the losses of all micro-batches.
 
         Returns:
-            A context manager with a method ``add(losses)``, and behind the block with ``gramian``
+            A context manager with a method ``add(losses)``. After the block, it has ``gramian``
             and ``weights``, for each call of ``add`` in the form of its losses.
 
             Cost: for each micro-batch, a backward pass through the activations; at the end, one
@@ -149,9 +150,8 @@ class Training(Hooked):
             weights' gradients. RAM: factors or rows of all micro-batches, whichever are smaller.
 
         Raises:
-            InvalidOperandError: The weighting is no function of a Gramian.
-            InvalidOptionError: ``keep`` or ``scaler`` is none, or ``gradients_outside`` is neither
-                value.
+            InvalidOperandError: The weighting is not a function of a Gramian.
+            InvalidOptionError: ``keep``, ``scaler`` or ``gradients_outside`` is invalid.
             AutogramError: As for :meth:`backward`.
 
         Example:

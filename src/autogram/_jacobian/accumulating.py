@@ -21,7 +21,7 @@ from autogram.errors import InvalidOperandError, UnsupportedError
 
 
 class Accumulating(MatrixForm):
-    """What a Jacobian does to ``.grad`` of its parameters."""
+    """A Jacobian that adds to ``.grad`` of its parameters."""
 
     _parts: Parts
     _limit: Limit
@@ -29,22 +29,22 @@ class Accumulating(MatrixForm):
     _is_exchanged: bool
 
     def accumulate_grad(self, w: Tensor | Mapping[str, Tensor], by: Grouping | None = None) -> None:
-        """Adds Jᵀ w to ``.grad`` of the parameters, as a backward pass would.
+        """Adds Jᵀ w to ``.grad`` of the parameters, like a backward pass.
 
         A gradient has the dtype of its parameter, or its ``grad_dtype``, and hooks on parameters
-        run. The gradient of a parameter that no objective reaches, or that was frozen since, stays
-        as it is. The gradient of a sparse embedding is dense.
+        run. A parameter's gradient is unchanged if no objective depends on it, or if it was
+        frozen in the meantime. The gradient of a sparse embedding is dense.
 
         Args:
             w: Weights of shape ``(m,)`` or of the losses' shape; or a dict with such weights for
                 each group of parameters, as for clipping by layer.
             by: The groups of such a dict, as for :meth:`autogram.Jacobian.block_gramians`. By
-                default, each parameter is its own group, by name. A parameter in no group stays as
-                it is.
+                default, each parameter is its own group, by name. The gradient of a parameter
+                outside all groups is unchanged.
 
         Raises:
             InvalidOperandError: ``w`` has another shape; or it lacks a group or has one too many;
-                or ``by`` is no grouping, or is given where ``w`` is one tensor.
+                or ``by`` is not a grouping, or is given although ``w`` is one tensor.
             NonFiniteError: ``w`` is not finite. On a GPU, zeros are added, and a later call raises.
             UnsupportedError: `DistributedDataParallel` would exchange the gradients; or a backward
                 pass of an engine is under way.
@@ -63,15 +63,15 @@ class Accumulating(MatrixForm):
             return
         if by is not None:
             raise InvalidOperandError(
-                "Groups of parameters are given, and one tensor of weights. Pass a dict of weights "
-                "for each group, or leave out `by`."
+                "Groups of parameters are given, but only one tensor of weights. Pass a dict with "
+                "weights for each group, or leave out `by`."
             )
         self._parts.weights_of(w)  # raises if the shape does not fit
         self._add(self._gradients_of(self._finite.usable(w, self.dtype)))
 
     @retried_with_less
     def _gradients_of(self, w: Tensor) -> dict[Tensor, Tensor]:
-        """What :meth:`accumulate_grad` adds, from the last parameter to the first."""
+        """The gradients for :meth:`accumulate_grad`, from the last parameter to the first."""
         self._check_addable()
         with exact(self.device):
             sums = self._parts.weighted_sums(self._parts.weights_of(w))
@@ -81,7 +81,7 @@ class Accumulating(MatrixForm):
 
     @retried_with_less
     def _gradients_of_groups(self, groups: Sequence[tuple[Names, Tensor]]) -> dict[Tensor, Tensor]:
-        """What :meth:`accumulate_grad` adds, if groups of parameters have weights each."""
+        """The gradients for :meth:`accumulate_grad`, if each group of parameters has weights."""
         self._check_addable()
         with exact(self.device):
             sums: dict[Tensor, Tensor | None] = {}
@@ -93,17 +93,17 @@ class Accumulating(MatrixForm):
             return gradients
 
     def _check_addable(self) -> None:
-        """Refuses to add to gradients where that is not possible now."""
+        """Refuses to add to gradients if that is not possible now."""
         if running_pass() is not None:
             raise UnsupportedError(
-                "Gradients are to be added to `.grad` inside of a backward pass of an engine, by a "
-                "hook or a custom autograd Function. Such passes are made as often as samples are "
-                "looked for, and leave `.grad` as it was. Add them outside."
+                "A hook or a custom autograd Function adds gradients to `.grad` inside a backward "
+                "pass of an engine. The engine repeats such passes to look for samples, and they "
+                "leave `.grad` unchanged. Add them outside the pass."
             )
         check_addable({p: None for part in self._parts.each for p in part.columns}, self._names)
 
     def _add(self, gradients: dict[Tensor, Tensor]) -> None:
-        """Adds gradients to ``.grad``, and lets go of them."""
+        """Adds gradients to ``.grad``, and drops them."""
         with exact(self.device):
             add_to_grad(gradients.popitem() for _ in range(len(gradients)))
 

@@ -1,4 +1,4 @@
-"""Jacobians of several backward passes as one."""
+"""Joins the Jacobians of several backward passes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from autogram.errors import InvalidOperandError
 def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     """The Jacobian of all objectives of some Jacobians, in their order.
 
-    With the result, a Gramian of more samples than one forward pass has room for is exact. No
-    factor is copied here; products of rows copy the factors of one parameter at a time.
+    The result gives an exact Gramian of more samples than fit in one forward pass. It copies no
+    factors; products of rows copy the factors of one parameter at a time.
 
     Args:
-        jacobians: Jacobians of the same modules, from any graphs and of any numbers of objectives.
+        jacobians: Jacobians of the same modules, from any graphs and with any numbers of
+            objectives.
 
     Returns:
         An ordinary Jacobian, whose vectors over objectives have shape ``(m,)``, with m the sum of
-        all numbers of objectives. The columns of a parameter that one of the Jacobians does not
-        have are zero there.
+        all numbers of objectives. If one of the Jacobians lacks a parameter, its columns are zero
+        there.
 
     Raises:
-        InvalidOperandError: There is none, one is something else, or two have no parameter in
-            common, or different ones of one name; or they are on different devices.
+        InvalidOperandError: The sequence is empty or contains something else; two Jacobians share
+            no parameter, or have different parameters with one name; or they are on different
+            devices.
 
     Example:
         >>> import torch
@@ -43,7 +45,7 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     for jacobian in jacobians:
         check_jacobian(jacobian)
     if not jacobians:
-        raise InvalidOperandError("There is no Jacobian to concatenate. Pass one at least.")
+        raise InvalidOperandError("There is no Jacobian to concatenate. Pass at least one.")
     first, *others = jacobians
     names = dict(first._names)
     for other in others:
@@ -53,8 +55,8 @@ def concatenate(jacobians: Sequence[Jacobian]) -> Jacobian:
     if len(set(names.values())) < len(names):
         name = next(name for name in names.values() if list(names.values()).count(name) > 1)
         raise InvalidOperandError(
-            f"The Jacobians have different parameters of the name `{name}`. Pass Jacobians of "
-            "one engine, or of engines on the same model."
+            f"The Jacobians have different parameters of the name `{name}`. Pass Jacobians from "
+            "one engine, or from engines on the same model."
         )
     parts = [part for jacobian in jacobians for part in jacobian._parts.each]
     is_exchanged = any(jacobian._is_exchanged for jacobian in jacobians)

@@ -1,4 +1,4 @@
-"""Rows that products with other Jacobians read again."""
+"""Rows that are kept for products with other Jacobians."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from autogram._blocks import Block, Columns, Region, explicit, gains_by_rows
 
 
 class Crossings:
-    """What the rows of one pass keep for products with other Jacobians.
+    """The rows of one pass that are kept for products with other Jacobians.
 
-    A first product drops the rows that it forms. From the second one on, the rows of a parameter
-    are kept if each further product costs less with them, and if there is room.
+    A first product drops its rows. From the second on, the rows of a parameter
+    are kept if they make each further product cheaper, and if there is memory for them.
     """
 
     def __init__(self, *, can_keep: bool = False) -> None:
         self.can_keep = can_keep
-        self.is_due = False  # whether a product was made, so that there may be more
+        self.is_due = False  # whether a product was made: more may follow
         self.rows: dict[Tensor, Columns] = {}
-        self.taken = 0  # elements of all rows that are kept
+        self.taken = 0  # elements of all kept rows
 
     def empty(self) -> Crossings:
-        """The same for copies of all factors, of which no rows were kept."""
+        """The same without rows, for copies of all factors."""
         return Crossings(can_keep=self.can_keep)
 
 
@@ -32,12 +32,12 @@ def for_crossing(
 ) -> list[Columns]:
     """The columns of a parameter in some passes, for a product with those of another pass.
 
-    Either all of them have rows kept, or none has: rows beside factors would be two products.
+    Either all of them keep rows, or none does: rows beside factors would take two products.
 
     Args:
         parameter: The parameter.
-        passes: What each pass keeps, and its columns.
-        other: Columns of another pass, by whose form the cost is known.
+        passes: The kept rows and the columns of each pass.
+        other: Columns of another pass, whose form determines the cost.
     """
     factors = [columns for _, columns in passes]
     if not all(crossings.can_keep and crossings.is_due for crossings, _ in passes):
@@ -56,7 +56,7 @@ def for_crossing(
             crossings.rows[parameter] = _with_rows(columns, blocks)
             crossings.taken += size
     for columns in factors:
-        columns.check()  # also where rows are read instead
+        columns.check()  # even if rows are read instead
     return [crossings.rows[parameter] for crossings, _ in passes]
 
 
@@ -70,7 +70,7 @@ def _gains(columns: Columns, others: dict[Region, Block]) -> dict[Region, Block]
 
 
 def _with_rows(columns: Columns, blocks: dict[Region, Block]) -> Columns:
-    """Columns with the rows of some blocks in place of these."""
+    """Columns with some blocks replaced by their rows."""
     kernels = columns.kernels
     rows = {region: explicit([block], kernels) for region, block in blocks.items()}
     kept = [

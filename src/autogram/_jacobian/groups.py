@@ -15,7 +15,7 @@ Groups = dict[str, dict[Tensor, str]]
 
 
 def groups_of(by: Grouping | None, names: Names) -> Groups:
-    """The parameters of each group; by default, each one is a group of its own."""
+    """The parameters of each group; by default, each is its own group."""
     groups: Groups = {}
     for parameter, label in labels(by, names).items():
         groups.setdefault(label, {})[parameter] = names[parameter]
@@ -23,12 +23,12 @@ def groups_of(by: Grouping | None, names: Names) -> Groups:
 
 
 def check_groups(what: str, values: Mapping[Any, Any], groups: Groups) -> None:
-    """Refuses a dict by group that lacks a group, or has one that there is not.
+    """Refuses a dict by group that lacks a group, or has an unknown one.
 
     Args:
-        what: What the entries are, for the message.
+        what: A name for the entries, for the message.
         values: An entry for each group.
-        groups: All groups that there are.
+        groups: All groups.
     """
     if values.keys() == groups.keys():
         return
@@ -41,6 +41,6 @@ def check_groups(what: str, values: Mapping[Any, Any], groups: Groups) -> None:
     ]
     raise InvalidOperandError(
         f"The dict of {what} does not fit the groups of parameters: {', and '.join(differences)}. "
-        "Pass an entry for each group that `by` gives; without `by`, each parameter is a group of "
-        "its own. What is for several tasks goes into one tensor `(m,)`."
+        "Pass an entry for each group that `by` gives; without `by`, each parameter is its own "
+        "group. Losses of several tasks take one tensor `(m,)`."
     )

@@ -33,23 +33,23 @@ from autogram.errors import UnsupportedError
 class Jacobian(Accumulating):
     """The Jacobian J of m objectives with respect to n parameters, as an implicit operator.
 
-    :meth:`autogram.Engine.jacobian` makes a Jacobian. It holds factors and not rows: for each call
-    in the forward pass that read a parameter, the cotangent of the output and the input. Every
-    method contracts factors, in the order that costs least, and in parts where an intermediate
+    :meth:`autogram.Engine.jacobian` makes a Jacobian. It holds factors instead of rows: for each
+    call in the forward pass that read a parameter, the cotangent of the output and the input. Every
+    method contracts factors, in the cheapest order, and in parts if an intermediate
     result would exceed the engine's memory limit. No method runs a backward pass or needs the
     graph. ``J @ v``, ``J.T @ w``, ``J[i]`` and ``len(J)`` work as with a matrix.
 
     RAM: the cotangents of all activations that were computed from parameters, times K for K
-    objectives per sample. The inputs share their memory with the graph, and stay alive after it.
-    For calls without a rule, and behind derivations such as a matrix inverse, rows are kept.
+    objectives per sample. The inputs share their memory with the graph, and outlive it.
+    For calls without a rule, and after derivations such as a matrix inverse, rows are kept.
 
     Rows are in the row-major order of the losses, and columns in the order of
     ``named_parameters``, each parameter flattened. A complex number has two columns, for its real
     and its imaginary part; gradients of its parameter are complex. Results are detached, and in the
-    dtype of the parameters, at least float32. The columns of a parameter that no objective reaches
+    dtype of the parameters, at least float32. If no objective depends on a parameter, its columns
     are zero.
 
-    Every method raises :class:`~autogram.errors.ChangedTensorError` if a factor that it reads was
+    Every method raises :class:`~autogram.errors.ChangedTensorError` if one of its factors was
     changed in place in the meantime, for instance by a step of the optimizer, and
     :class:`~autogram.errors.MemoryLimitError` if memory ran out, and again with an eighth of the
     limit.
@@ -115,8 +115,8 @@ class Jacobian(Accumulating):
     def __reduce__(self) -> NoReturn:
         raise UnsupportedError(
             "A Jacobian cannot be copied or pickled: it is made of tensors of one forward pass, "
-            "and of the parameters of one model. Keep what its methods return, such as `gramian()` "
-            "or `rows(slice(None))`."
+            "and of the parameters of one model. Keep the results of its methods, such as "
+            "`gramian()` or `rows(slice(None))`."
         )
 
     def _at(self, device: torch.device) -> Jacobian:
@@ -139,9 +139,9 @@ class Jacobian(Accumulating):
         """Gramians of groups of parameters, each ``(m, m)``, which add up to the whole.
 
         Args:
-            by: A function that gives the group of a parameter from its name, such as ``lambda name:
-                name.split(".")[0]``; or ``optimizer.param_groups``, by ``"name"`` or else number,
-                where parameters may be missing. By default, each parameter is its own group.
+            by: A function from a parameter's name to its group, such as ``lambda name:
+                name.split(".")[0]``; or ``optimizer.param_groups``, named by ``"name"`` or else
+                number, which may lack parameters. By default, each parameter is its own group.
 
         Raises:
             InvalidOperandError: ``by`` is neither, or several groups have one name.
@@ -163,18 +163,18 @@ class Jacobian(Accumulating):
         """Euclidean norm of each objective's gradient, ``(m,)``, without the Gramian.
 
         Args:
-            by: Groups of parameters, as for :meth:`block_gramians`; all in one by default.
+            by: Groups of parameters, as for :meth:`block_gramians`; one group by default.
 
         Returns:
             The norms, or for each group the norms with respect to its parameters. The squares of
             all groups add up to those of the whole.
 
         Raises:
-            InvalidOperandError: ``by`` is no grouping, or several groups have one name.
+            InvalidOperandError: ``by`` is not a grouping, or several groups have one name.
 
         References:
             Goodfellow, Efficient Per-Example Gradient Computations, 2015, arXiv:1510.01799.
-            Bu, Mao and Xu 2022, arXiv:2205.10683: by factors or by rows, whatever is cheaper.
+            Bu, Mao and Xu 2022, arXiv:2205.10683: from factors or rows, whichever is cheaper.
         """
         with exact(self.device):
             parts, dtype = self._parts, self.dtype
@@ -193,9 +193,9 @@ class Jacobian(Accumulating):
                 stacked along a first dimension.
 
         Returns:
-            For each parameter's name, a tensor of the parameter's shape, with the first dimension
-            of ``w`` in front if ``w`` is a stack. Each vector costs what weight gradients cost in a
-            backward pass.
+            For each parameter's name, a tensor of the parameter's shape, preceded by the first
+            dimension of ``w`` if ``w`` is a stack. Each vector costs as much as the weight
+            gradients in a backward pass.
 
         Raises:
             InvalidOperandError: ``w`` has another shape.
@@ -222,7 +222,7 @@ class Jacobian(Accumulating):
 
         Args:
             direction: A tensor of the parameter's shape for each parameter, by name or in the order
-                of :attr:`names`. Names that are missing count as zeros.
+                of :attr:`names`. Missing names count as zeros.
 
         Raises:
             InvalidOperandError: A name is unknown, or a tensor or their number does not fit.
@@ -236,7 +236,7 @@ class Jacobian(Accumulating):
             return products
 
     def least_squares(self, residuals: Tensor, *, damping: float = 0.0) -> dict[str, Tensor]:
-        """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped step of least norm towards residuals r.
+        """Jᵀ (J Jᵀ + damping I)⁻¹ r, the damped least-norm step for residuals r.
 
         The step d minimises ‖r - J d‖² + damping ‖d‖². The linear system is ``(m, m)``, and is
         solved in float64. Directions in which J Jᵀ is zero to rounding are left out.
@@ -255,7 +255,7 @@ class Jacobian(Accumulating):
 
         References:
             Marquardt 1963; Müller and Zeinhofer 2023, arXiv:2302.13163 (energy natural gradients);
-            Chen and Heyl 2024, arXiv:2302.01941 (minSR, the system of the samples).
+            Chen and Heyl 2024, arXiv:2302.01941 (minSR, the system in the samples).
         """
         check_damping(damping)
         self._parts.weights_of(residuals)  # raises if the shape does not fit
@@ -266,15 +266,15 @@ class Jacobian(Accumulating):
         """J₁ J₂ᵀ, inner products of the gradients of two sets of objectives, ``(m, m')``.
 
         Each parameter's products are computed from rows or from factors, whichever costs less. From
-        its second such product on, a Jacobian keeps the rows that make each further one cheaper,
-        until these fill the engine's memory limit, unless it was made with ``keep="factors"``.
+        its second such product on, a Jacobian keeps rows that make further products cheaper,
+        until they fill the engine's memory limit, unless it was made with ``keep="factors"``.
 
         Args:
             other: The Jacobian of m' objectives, from any graph, with respect to the same
                 parameters. A parameter that only one of the two Jacobians has adds nothing.
 
         Raises:
-            InvalidOperandError: The two have no parameter in common, or ``other`` is no Jacobian.
+            InvalidOperandError: The two share no parameter, or ``other`` is not a Jacobian.
         """
         check_jacobian(other)
         check_related(self._names, other._names)
@@ -295,8 +295,8 @@ class Jacobian(Accumulating):
 
         Returns:
             For each parameter's name, a tensor of the parameter's shape with a first dimension for
-            the objectives, of size one if an integer was given. RAM: the rows of the samples that
-            these objectives belong to.
+            the objectives, of size one if an integer was given. RAM: the rows of these objectives'
+            samples.
 
         Raises:
             IndexError: There is no such objective.

@@ -39,14 +39,14 @@ def moved_parts(
 
 
 class _Copies:
-    """Copies of tensors on a device, one of each that several blocks have."""
+    """Copies of tensors on a device, one for each tensor, even if several blocks share it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._made: dict[Hashable, Tensor] = {}
 
     def block(self, block: Block | Lookup) -> Block | Lookup:
-        """A block with all that it keeps on the device."""
+        """A block with all its tensors on the device."""
         if isinstance(block, Lookup):
             return replace(block, indices=self(block.indices), cotangents=self(block.cotangents))
         operands, adjoint = tuple([self(x) for x in block.operands]), block.adjoint

@@ -17,7 +17,7 @@ from autogram.errors import InvalidOperandError
 
 
 class Operator(ABC):
-    """An ``(r, c)`` matrix that is known by its products."""
+    """An ``(r, c)`` matrix that is defined by its products."""
 
     __array_ufunc__ = None  # an array on the left leaves the product to `__rmatmul__`
 
@@ -55,23 +55,23 @@ class Operator(ABC):
         return self._transposed_times(operand.mT).mT
 
     def _check(self, operand: Any, size: int, dim: int, side: str, stack: str) -> None:
-        """Refuses what is no vector of some size, and no matrix that has this size in ``dim``."""
+        """Refuses anything but a vector of some size, or a matrix with this size in ``dim``."""
         if not isinstance(operand, Tensor):
             raise InvalidOperandError(
                 f"An operand of `@` is a {type(operand).__name__}. Pass a flat tensor, in which "
-                "the parameters follow each other in the order of `names`. The methods `jvp` and "
-                "`vjp` have tensors by name."
+                "the parameters follow each other in the order of `names`. For tensors by name, "
+                "use the methods `jvp` and `vjp`."
             )
         check_numbers(operand, "An operand of `@`")
         if operand.dim() not in (1, 2) or operand.shape[dim] != size:
             raise InvalidOperandError(
-                f"The operator is {self.shape[0]} x {self.shape[1]}, and a tensor of shape "
+                f"The operator is {self.shape[0]} x {self.shape[1]}, but a tensor of shape "
                 f"{tuple(operand.shape)} is on its {side}. Pass `({size},)` or `{stack}`."
             )
 
 
 class MatrixForm(Operator):
-    """What a Jacobian has in common with an ``(m, n)`` matrix, by its methods."""
+    """The Jacobian as an ``(m, n)`` matrix, from its methods."""
 
     _names: dict[Tensor, str]
 
@@ -99,12 +99,11 @@ class MatrixForm(Operator):
         Costs :meth:`rows`.
 
         Args:
-            index: An integer, a slice, or a list, an array or a tensor of integers or of truth
-                values.
+            index: An integer, a slice, or a list, an array or a tensor of integers or booleans.
 
         Raises:
             IndexError: There is no such row.
-            InvalidOperandError: The index is not of rows alone.
+            InvalidOperandError: The index does not choose rows only.
         """
         check_selection(index, None)
         chosen = None
@@ -113,8 +112,8 @@ class MatrixForm(Operator):
             chosen = numbers[index.cpu() if isinstance(index, Tensor) else index]
         if chosen is None or chosen.dim() > 1:
             raise InvalidOperandError(
-                f"The index {index!r} is not of rows alone. Pass a number, a slice, a list or a "
-                "mask `(m,)`, and take columns of the result: `jacobian[i][j]`."
+                f"The index {index!r} does not choose rows only. Pass a number, a slice, a list or "
+                "a mask `(m,)`, and take columns of the result: `jacobian[i][j]`."
             )
         rows = self._flat(self.rows(chosen).values(), len(chosen) if chosen.dim() else 1)
         return rows if chosen.dim() else rows[0]
@@ -132,14 +131,14 @@ class MatrixForm(Operator):
         :meth:`cross_gramian`.
 
         Raises:
-            InvalidOperandError: The operand has another size, or is no tensor.
+            InvalidOperandError: The operand has another size, or is not a tensor.
         """
         if isinstance(operand, TransposedJacobian):
             return self.gramian() if operand.T is self else self.cross_gramian(operand.T)
         if isinstance(operand, MatrixForm):
             raise InvalidOperandError(
-                "The operands on both sides of `@` are Jacobians, whose rows are those of "
-                "objectives. Write `jacobian @ other.T` for inner products of the rows."
+                "Both operands of `@` are Jacobians, with one row for each objective. "
+                "Write `jacobian @ other.T` for inner products of the rows."
             )
         return self._product(operand)
 
@@ -148,19 +147,19 @@ class MatrixForm(Operator):
         return self._flat(self.rows(slice(None)).values(), len(self))
 
     def to(self, device: torch.device | str) -> Self:
-        """The Jacobian with copies of all factors on a device, or this one if they are there.
+        """The Jacobian with copies of all factors on a device, or itself if they are there.
 
-        Results of products are on the device, whatever device a vector is on. The copies stay
-        right when an optimizer changes the parameters. :meth:`accumulate_grad` still adds to
-        ``.grad``, where the parameters are.
+        Results of products are on that device, whatever the device of a vector. The copies stay
+        correct when an optimizer changes the parameters. :meth:`accumulate_grad` still adds to
+        ``.grad`` on the parameters' devices.
 
         Raises:
             InvalidOperandError: The device is ``meta``, where tensors have no values.
         """
-        place = torch.empty(0, device=device).device  # with its number, as those of tensors
+        place = torch.empty(0, device=device).device  # with its number, as tensors have it
         if place.type == "meta":
             raise InvalidOperandError(
-                "The device is `meta`, where tensors have no values. Pass a device that computes."
+                "The device is `meta`, where tensors have no values. Pass a real device."
             )
         return self._at(place)
 
@@ -231,13 +230,13 @@ class TransposedJacobian(Operator):
         All columns together cost :meth:`autogram.Jacobian.vjp` of a stack.
 
         Raises:
-            InvalidOperandError: The operand has another size, or is no tensor.
+            InvalidOperandError: The operand has another size, or is not a tensor.
         """
         if isinstance(operand, MatrixForm):
             n, _ = self.shape
             raise InvalidOperandError(
-                f"The matrix `J.T @ J` is {n} x {n}, and is not formed. Write its products with "
-                "vectors as `J.T @ (J @ v)`."
+                f"The matrix `J.T @ J` would be {n} x {n}, and is not formed. Write its products "
+                "with vectors as `J.T @ (J @ v)`."
             )
         return self._product(operand)
 
@@ -249,9 +248,9 @@ class TransposedJacobian(Operator):
 
 
 def check_jacobian(other: object) -> None:
-    """Refuses what is no Jacobian."""
+    """Refuses anything but a Jacobian."""
     if not isinstance(other, MatrixForm):
         raise InvalidOperandError(
-            f"A {type(other).__name__} was given where a Jacobian is needed. Pass what "
-            "`engine.jacobian` returns."
+            f"A {type(other).__name__} was given where a Jacobian is needed. Pass a result of "
+            "`engine.jacobian`."
         )

@@ -1,4 +1,4 @@
-"""Parts of a Jacobian: the rows that one backward pass gave, alone and beside others."""
+"""Parts of a Jacobian: the rows from one backward pass, alone and together with others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class JacobianPart:
     ) -> Tensor:
         """The sum over parameters of a number for each objective, ``(m,)``.
 
-        The function gives ``(k, b)`` for a parameter and its columns, or ``None`` for zeros.
+        The function returns ``(k, b)`` for a parameter and its columns, or ``None`` for zeros.
         """
         losses = self.objectives.losses
         shape = self.objectives.per_sample, self.objectives.samples
@@ -91,9 +91,9 @@ class JacobianPart:
 
 
 class MergedParts:
-    """Parts with equally many objectives per sample, whose samples are taken together.
+    """Parts with equally many objectives per sample, whose samples are merged.
 
-    The blocks of a group are those that one backward pass of all samples would have given: rows
+    The blocks of a group equal those from one backward pass of all samples: rows
     are formed once, and a product of all samples is one product. Each part is ``numbered`` by its
     first objective among those of all parts.
     """
@@ -107,8 +107,8 @@ class MergedParts:
     def columns(self, parameter: Tensor, other: MergedParts | None = None) -> Columns | None:
         """The columns of a parameter, of all samples, or ``None`` where all are zero.
 
-        The columns of several parts are a copy, which is to be dropped after the product. For a
-        product with another group, they may be rows that an earlier product was made with.
+        The columns of several parts are a copy: drop it after the product. For a
+        product with another group, they may be rows from an earlier product.
         """
         columns_of_parts = [part.columns.get(parameter) for part in self._parts]
         if other is not None and (like := other.columns_of_one(parameter)) is not None:
@@ -153,7 +153,7 @@ class MergedParts:
 
 
 class Parts:
-    """One part of a Jacobian at least: the objectives are those of the first, then of the next."""
+    """At least one part of a Jacobian: objectives are in the order of the parts."""
 
     def __init__(self, parts: Sequence[JacobianPart]) -> None:
         self.each = tuple(parts)
@@ -163,20 +163,20 @@ class Parts:
 
     @property
     def place(self) -> torch.device | None:
-        """The device of all factors, or ``None`` where each is on that of its parameter."""
+        """The device of all factors, or ``None`` if each is on that of its parameter."""
         return self.each[0].place
 
     def check_place(self, other: Parts) -> None:
         """Refuses parts whose factors were moved elsewhere."""
         if self.place != other.place:
             raise InvalidOperandError(
-                "The factors of two Jacobians are on different devices. Pass one that was "
-                "moved: `first.cross_gramian(second.to(first.device))`."
+                "The factors of two Jacobians are on different devices. Pass a moved "
+                "Jacobian: `first.cross_gramian(second.to(first.device))`."
             )
 
     @cached_property
     def witness(self) -> Witness | None:
-        """What products are compared with, if some parts were verified."""
+        """The witness for products, if some parts were verified."""
         return Witness.together([(part.witness, part.m) for part in self.each])
 
     def per_objective(
@@ -278,9 +278,9 @@ class Parts:
     def weighted_sums(
         self, weights: Sequence[Tensor], among: Mapping[Tensor, str] | None = None
     ) -> dict[Tensor, Tensor | None]:
-        """Jᵀ w of each parameter that an objective reaches, or ``None`` where it is zero.
+        """Jᵀ w of each parameter on which an objective depends, or ``None`` if it is zero.
 
-        If some parameters are given, only those that are ``among`` them count.
+        Only parameters ``among`` the given ones count, if there are any.
         """
         totals: dict[Tensor, Tensor | None] = {}
         for part, w in zip(self.each, weights, strict=True):
@@ -298,7 +298,7 @@ class Parts:
         return totals
 
     def put_rows(self, rows: Tensor, parameter: Tensor, index: Tensor) -> None:
-        """Writes the rows of some objectives, of which those that are zero stay as they are."""
+        """Writes the rows of some objectives; zero rows are not written."""
         for start, part in self._numbered:
             (among,) = torch.nonzero((index >= start) & (index < start + part.m), as_tuple=True)
             rows_of_part = part.rows(parameter, index[among] - start)
@@ -316,7 +316,7 @@ class Parts:
 
 
 def _add(total: Tensor, part: Tensor | None) -> None:
-    """Adds what a parameter contributes, on the device of the losses."""
+    """Adds a parameter's contribution, on the device of the losses."""
     if part is not None:
         total += part.to(total.device).reshape(total.shape)
 
@@ -327,11 +327,11 @@ def zeros_for(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Zeros for gradients of a parameter, in its own kind of numbers, on a device or on its own."""
+    """Zeros for gradients of a parameter, real or complex like it, on a device or its own."""
     shape = (*first, *parameter.shape)
     return parameter.new_zeros(shape, dtype=dtype_for(parameter, dtype), device=device)
 
 
 def dtype_for(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of results for a parameter, which is complex where this is."""
+    """The dtype of results for a parameter: complex if the parameter is."""
     return dtype.to_complex() if parameter.is_complex() else dtype

@@ -1,4 +1,4 @@
-"""Sketches: rows of J in a few random dimensions, for batches in the thousands."""
+"""Sketches: rows of J in a few random dimensions, for thousands of samples."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from autogram.errors import InvalidOperandError, InvalidOptionError
 class Sketch:
     """Random projections S of the rows of J to d dimensions, with E[S Sᵀ] = J Jᵀ over the seeds.
 
-    :meth:`autogram.Engine.sketch` makes a sketch. Sketches with equal seed and d have the same
-    projection, on every process and for every micro-batch. So their rows may be concatenated:
+    :meth:`autogram.Engine.sketch` makes a sketch. Sketches with equal seed and d use the same
+    projection, on every process and for every micro-batch, so you may concatenate their rows:
     ``Sketch(torch.cat([first.rows, second.rows]), seed=first.seed)``.
 
     Attributes:
@@ -38,7 +38,7 @@ class Sketch:
         return self.rows.shape[1]
 
     def gramian(self) -> Tensor:
-        """S Sᵀ, an unbiased estimate of the Gramian, ``(m, m)``, symmetric and of rank d at most.
+        """S Sᵀ, an unbiased estimate of the Gramian, ``(m, m)``, symmetric, of rank at most d.
 
         Costs m² d multiplications, whatever the size of the model.
         """
@@ -51,28 +51,28 @@ class Sketch:
             other: A sketch for the same parameters, of any losses.
 
         Raises:
-            InvalidOperandError: It is of another seed or of other dimensions, or no sketch.
+            InvalidOperandError: It has another seed or other dimensions, or is not a sketch.
         """
         given: object = other
         if not isinstance(given, Sketch):
             raise InvalidOperandError(
-                f"A {type(given).__name__} was given where a sketch is needed. Pass what "
-                "`engine.sketch` returns."
+                f"A {type(given).__name__} was given where a sketch is needed. Pass a result of "
+                "`engine.sketch`."
             )
         if (self.seed, self.dimensions) != (other.seed, other.dimensions):
             raise InvalidOperandError(
-                f"A sketch of {self.dimensions} dimensions with seed {self.seed} has no products "
-                f"with one of {other.dimensions} with seed {other.seed}: they are different "
-                "projections. Pass equal `dimensions` and `seed` for both."
+                f"A sketch of {self.dimensions} dimensions with seed {self.seed} cannot be "
+                f"multiplied with one of {other.dimensions} with seed {other.seed}: they are "
+                "different projections. Pass equal `dimensions` and `seed` for both."
             )
         return self._products(other)
 
     def standard_error(self) -> Tensor:
         """An upper estimate of the standard error of each entry of the Gramian, ``(m, m)``.
 
-        sqrt(3 (G_ii G_jj + G_ij²) / d), with G from the sketch itself, as `docs/sketches.md`
-        derives. Where rows are sums of many outer products, the error is smaller, by a factor of up
-        to the root of 3.
+        sqrt(3 (G_ii G_jj + G_ij²) / d), with G from the sketch itself, as derived in
+        `docs/sketches.md`. If rows are sums of many outer products, the error is smaller, by a
+        factor of up to the root of 3.
         """
         gramian = self.gramian()
         norms = gramian.diagonal()
@@ -80,14 +80,14 @@ class Sketch:
         return (variance * (3 / self.dimensions)).sqrt()
 
     def _products(self, other: Sketch) -> Tensor:
-        """Inner products of rows, whose sums of d products autocast would round."""
+        """Inner products of rows, outside autocast, which would round their sums."""
         with exact(self.rows.device):
             return self.rows @ other.rows.T
 
 
 @dataclass(eq=False)
 class Sketching:
-    """Adds up the projections of all parameters, whose columns a pass gives one after the other."""
+    """Adds up the projections of the parameters' columns, which a pass gives one by one."""
 
     channel: Channel
     dimensions: int
@@ -98,8 +98,8 @@ class Sketching:
     def __post_init__(self) -> None:
         if not (is_integer(self.dimensions) and is_integer(self.seed)) or self.dimensions < 1:
             raise InvalidOptionError(
-                f"A sketch of {self.dimensions!r} dimensions with seed {self.seed!r} was asked "
-                "for. Pass integers, and one dimension at least."
+                f"A sketch of {self.dimensions!r} dimensions with seed {self.seed!r} was "
+                "requested. Pass integers, and at least one dimension."
             )
         self.dimensions, self.seed = int(self.dimensions), int(self.seed)
 
@@ -113,10 +113,10 @@ class Sketching:
     def take(self, parameter: Tensor, columns: Columns) -> None:
         """Adds the projection of the columns of one parameter."""
         assert self._objectives is not None
-        if parameter not in self._names:  # younger than the graphs that are alive
+        if parameter not in self._names:  # newer than all live graphs
             self._names = self.channel.parameters([parameter])
         name = self._names.get(parameter, "")
-        # Tensors that `functional_call` put in the parameter's place have the same name.
+        # Tensors by which `functional_call` replaced the parameter have the same name.
         number = self._taken.get(name, 0)
         seed = _seed_of(f"{self.seed}/{name}#{number}")
         projection = Projection(columns.parameter, self.dimensions, seed, parameter.device)
@@ -137,5 +137,5 @@ class Sketching:
 
 
 def _seed_of(text: str) -> int:
-    """A seed that is the same in every process, and another for any other text."""
+    """A seed that is equal in every process, and different for any other text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -12,7 +12,7 @@ from autogram.errors import InvalidOperandError, NonFiniteError
 
 
 def check_damping(damping: Any) -> None:
-    """Refuses what is no number, or a negative one."""
+    """Refuses anything but a number that is not negative."""
     is_single = isinstance(damping, Tensor) and damping.numel() == 1 and not damping.is_complex()
     if not (is_number(damping) or is_single) or not damping >= 0:
         raise InvalidOperandError(f"The damping is {damping!r}. Pass zero, or a positive number.")

@@ -1,4 +1,4 @@
-"""What samples do to a model, from the Gramian of their gradients."""
+"""The effect of samples on a model, from the Gramian of their gradients."""
 
 from autogram.attribution._self_influence import self_influence
 

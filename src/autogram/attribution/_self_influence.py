@@ -13,19 +13,19 @@ from autogram.errors import NonFiniteError
 def self_influence(gramian: Tensor, damping: float) -> Tensor:
     """gᵀ (JᵀJ + damping I)⁻¹ g for the gradient g of each objective, from the Gramian alone.
 
-    By the push-through identity J (JᵀJ + λ I)⁻¹ Jᵀ = G (G + λ I)⁻¹, these are the elements on the
-    diagonal of an ``(m, m)`` matrix: no system with the parameters is solved. Each is between 0 and
-    1. It is near 1 for an objective whose gradient no others are like, such as that of a wrong
-    label or an outlier, and near ‖g‖² / damping where the damping is large.
+    By the push-through identity J (JᵀJ + λ I)⁻¹ Jᵀ = G (G + λ I)⁻¹, these are the diagonal
+    entries of an ``(m, m)`` matrix: no system in the parameters is solved. Each is between 0 and
+    1. It is near 1 for an objective whose gradient is unlike all others, such as that of a wrong
+    label or an outlier, and near ‖g‖² / damping if the damping is large.
 
     JᵀJ is the Gauss-Newton matrix of the sum of squares if the objectives are residuals, and m
     times the empirical Fisher matrix if they are losses of samples. For (JᵀJ / m + λ I)⁻¹, take
     ``m * self_influence(gramian, m * λ)``.
 
     Args:
-        gramian: G = J Jᵀ, ``(m, m)``, symmetric, as of :meth:`autogram.Engine.compute_gramian`,
+        gramian: G = J Jᵀ, ``(m, m)``, symmetric, from :meth:`autogram.Engine.compute_gramian`,
             :meth:`autogram.Jacobian.gramian` or :meth:`autogram.Sketch.gramian`.
-        damping: λ, not negative, in the units of G. Zero gives the leverage scores: directions in
+        damping: λ, not negative, in the units of G. Zero gives the leverage scores; directions in
             which G is zero to rounding are left out.
 
     Returns:
@@ -50,8 +50,8 @@ def self_influence(gramian: Tensor, damping: float) -> Tensor:
     check_damping(damping)
     if not bool(gramian.isfinite().all()):
         raise NonFiniteError(
-            "The Gramian has entries that are infinite or not a number, and no self-influence. "
-            "Look for a division by zero or an overflow in the objectives; "
+            "The Gramian has entries that are infinite or not a number, so self-influence is "
+            "undefined. Look for a division by zero or an overflow in the objectives; "
             "`torch.autograd.detect_anomaly()` finds it."
         )
     eigenvalues, vectors, is_above = eigenvalues_above_rounding(gramian)

@@ -1,8 +1,8 @@
 """Objects that are called at the beginning and at the end of each call of a module.
 
-PyTorch's hooks cost each call of a module one to two microseconds, also if the hooks do nothing.
-An object around a module costs half of that where gradients are disabled, and its ``end`` is called
-whatever happens inside.
+PyTorch's hooks cost each call of a module one to two microseconds, even if they do nothing.
+An object around a module costs half of that if gradients are disabled, and its ``end`` is always
+called, whatever happens inside.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Around(Protocol):
     """Whether the object is not called for calls that begin now."""
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Is called before the module. A result other than ``None`` replaces ``args``."""
+        """Runs before the module. A result other than ``None`` replaces ``args``."""
 
     def end(self, module: nn.Module, output: Any) -> Any:
-        """Is called with the output of the module, or with ``None`` if its forward raised.
+        """Receives the module's output, or ``None`` if its forward raised.
 
         A result other than ``None`` replaces the output.
         """
@@ -46,22 +46,22 @@ class _Hooked:
     """From the outermost to the innermost, with the order of registration."""
 
     def set(self, around: tuple[tuple[int, Around], ...]) -> None:
-        """Replaces the objects around. Without any, the module is as it was before the first."""
+        """Replaces the objects around. Without any, the module returns to its original state."""
         self.around = around
         module = self.module()
         if not around:
             if module is not None and _hooked(module) is self:
                 del vars(module)[_NAME]
-            self.module = lambda: None  # only a shallow copy of the module still comes here
+            self.module = lambda: None  # only a shallow copy of the module still calls this
 
 
 def put_around(module: nn.Module, around: Around, order: int) -> Callable[[], None]:
-    """Puts an object around a module, inside of objects with a lower order.
+    """Puts an object around a module, inside objects with a lower order.
 
     An object around a module that `nn.Module.compile` has compiled is not called.
 
     Returns:
-        A function that takes the object off again.
+        A function that removes the object.
     """
     hooked = _hooked(module)
     if hooked is None:
@@ -73,21 +73,21 @@ def put_around(module: nn.Module, around: Around, order: int) -> Callable[[], No
     return lambda: hooked.set(tuple(x for x in hooked.around if x is not entry))
 
 
-# PyTorch calls what a module has under this name instead of the forward and of the hooks that
-# PyTorch knows. `nn.Module.compile` puts what it compiles there. Copies and pickles leave it out.
+# If a module has this attribute, PyTorch calls it instead of the forward and PyTorch's own hooks.
+# `nn.Module.compile` stores its result there. Copies and pickles leave the attribute out.
 _NAME = "_compiled_call_impl"
 _CALLER = nn.Module._wrapped_call_impl.__code__  # the code of PyTorch that calls it
 
 
 class _Entrance(partial[Any]):
-    """Calls a module with the objects around it. In C, as each call of the module comes here."""
+    """Calls a module with the objects around it. In C, because each call of the module runs it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # for modules that are copied with all that they have
+        return type(None), ()  # for modules that are copied with all their attributes
 
 
 def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
-    """Lets a function be called instead of a module. Its first argument is the result here."""
+    """Lets a function be called instead of a module. Its first argument is this result."""
     hooked = _Hooked(weakref.ref(module))
     vars(module)[_NAME] = entrance = _Entrance(function, hooked)
     hooked.entrance = weakref.ref(entrance)
@@ -95,9 +95,9 @@ def _attach(module: nn.Module, function: Callable[..., Any]) -> _Hooked:
 
 
 def _with_own_code(function: Any) -> FunctionType:
-    """A copy of a function: of a code, Dynamo compiles no more than a few variants.
+    """A copy of a function, because Dynamo compiles only a few variants of each code object.
 
-    Where Dynamo gives up the code that calls modules, it compiles modules one by one from here.
+    If Dynamo gives up the code that calls modules, it compiles modules one by one from here.
     """
     code: CodeType = function.__code__
     return FunctionType(code.replace(), function.__globals__, function.__name__)
@@ -110,7 +110,7 @@ def _hooked(module: nn.Module) -> _Hooked | None:
 
 
 def _count_references() -> int:
-    """How many references an entrance has while it is called, if its module alone has it."""
+    """The number of references to an entrance during its call, if only its module holds it."""
     module = nn.Identity()
     _attach(module, lambda hooked: getrefcount(hooked.entrance()))
     references: int = module()
@@ -126,8 +126,8 @@ def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
     if is_dynamo_compiling():
         return module._call_impl(*args, **kwargs)
     if module is None or getrefcount(hooked.entrance()) > _REFERENCES:
-        # Something else has the entrance too: perhaps a shallow copy, as `nn.DataParallel` makes.
-        # Looking at the caller's frame in each call would double the time of this function.
+        # Something else holds the entrance, too: perhaps a shallow copy made by `nn.DataParallel`.
+        # Inspecting the caller's frame in each call would double the time of this function.
         frame = sys._getframe(1)
         if frame.f_code is _CALLER:
             module = frame.f_locals["self"]
@@ -141,7 +141,7 @@ def _enter(hooked: _Hooked, /, *args: Any, **kwargs: Any) -> Any:
 def _run(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around, *inner: Around
 ) -> Any:
-    """Calls a module inside of the objects around it. Each is ended, also if another one raises."""
+    """Calls a module inside the objects around it. Each is ended, even if another one raises."""
     try:
         given = around.begin(module, args, kwargs)
         args = args if given is None else given

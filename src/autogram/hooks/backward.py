@@ -3,7 +3,7 @@
 All tensors that enter a call go through one *gate*, and all tensors that leave it through another.
 A gate is one node of autograd's graph, the identity. In a backward pass, the gates see the
 gradients of this call alone, whatever else uses the tensors, however many nodes the call has, and
-whatever its containers are.
+whatever containers it uses.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ Gradients = tuple[Tensor | None, ...]
 BackwardHook = Callable[[nn.Module, Gradients, Gradients], Any]
 
 _Form = tuple[int, tuple[int, ...]]
-"""How many leaves a value has, and which of them go through a gate."""
+"""The number of leaves in a value, and the positions of those that go through a gate."""
 
 SILENT_PASSES: dict[int, Any] = {}
-"""Backward passes in which no hook is called, by the number that PyTorch gives to each.
+"""Backward passes that call no hook, by PyTorch's number of the pass.
 
-A pass keeps an error that it is given by ``fail(error)``, and raises it at its end.
+A pass keeps an error passed to ``fail(error)``, and raises it at its end.
 """
 
 
 class Observer(NamedTuple):
-    """Functions that are shown one call of a module, and its gradients in each backward pass.
+    """Functions that observe one call of a module, and its gradients in each backward pass.
 
     Gradients have an entry for each leaf of the arguments, or of the output. An entry is ``None``
-    where the leaf is no tensor, or no gradient reaches it.
+    if the leaf is not a tensor, or if no gradient reaches it.
     """
 
     see: Callable[[Gradients, Any, Gradients], Any]
-    """Is given the gradients of the arguments, and may return others in their place.
+    """Receives the gradients of the arguments, and may return others to replace them.
 
     Called last in each pass that reaches the call, with the result of ``keep`` and, if
-    ``has_returned``, the gradients of the returned tensors: at the end of the pass, where it does
-    not go on to the arguments.
+    ``has_returned``, the gradients of the returned tensors; at the end of the pass, if it does
+    not reach the arguments.
     """
     keep: Callable[[Gradients], Any] = lambda gradients: gradients
-    """Is given the gradients of the output, and returns what ``see`` needs of them."""
+    """Receives the gradients of the output, and returns the part that ``see`` needs."""
     end: Callable[[Any], None] = lambda _: None
-    """Is given the output, which is ``None`` if the forward raised."""
+    """Receives the output, which is ``None`` if the forward raised."""
     has_returned: bool = False
-    """Whether to look at the gradients of the returned tensors, from their uses in the module, too.
+    """Whether to observe the gradients of the returned tensors, from uses in the module, too.
 
-    The gate of the output is behind the tensors that the module has made, and sees other uses.
+    The gate of the output comes after the module's tensors, and sees only later uses.
     """
 
 
 class Gates:
-    """Puts gates around the calls of modules, by a pair of PyTorch's hooks.
+    """Puts gates around the calls of modules, with a pair of PyTorch's hooks.
 
     Args:
         observe: Makes the observer of a call from its module and arguments, or returns ``None``.
-        has_gradients: Whether to put gates. Without, observers are shown the forward alone.
+        has_gradients: Whether to put gates. Without gates, observers see only the forward.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Gates:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The arguments behind a gate: a forward pre-hook with keyword arguments."""
+        """The arguments after a gate: a forward pre-hook with keyword arguments."""
         observer = self._observe(module, args, kwargs)
         call = None if observer is None else _Call(observer, self, type(module).__name__)
         self._open.calls[id(module)].append(call)
@@ -96,17 +96,17 @@ class Gates:
     def after(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """The output behind a gate: a forward hook that is also called if the forward raised."""
+        """The output after a gate: a forward hook that is also called if the forward raised."""
         del args, kwargs
         calls = self._open.calls[id(module)]
-        call = calls.pop() if calls else None  # none if the hooks were put on during the call
+        call = calls.pop() if calls else None  # none if the hooks were registered during the call
         if not calls:
             del self._open.calls[id(module)]
         return None if call is None else call.leave(output)
 
 
 class _Open(threading.local):
-    """The calls that run in this thread, by the ``id`` of their module, the innermost last."""
+    """The running calls of this thread, by the ``id`` of their module, the innermost last."""
 
     def __init__(self) -> None:
         self.calls: defaultdict[int, list[_Call | None]] = defaultdict(list)
@@ -121,8 +121,8 @@ class _Gate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.see = see
         ctx.set_materialize_grads(False)
-        # An alias with the same storage, which is no view to autograd: changing it in place behind
-        # the gate is allowed. Where that would change another tensor of the user's, the alias is a
+        # An alias with the same storage that is not a view for autograd: changing it in place after
+        # the gate is allowed. If that would change another tensor of the user, the alias is a
         # view, so that PyTorch refuses the change.
         pairs = zip(tensors, are_views, strict=True)
         return tuple([x.view_as(x) if is_view else x.detach() for x, is_view in pairs])
@@ -139,7 +139,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _Moved(torch.autograd.Function):
-    """Gives a tensor that was changed in place through its alias the graph of the alias."""
+    """Gives a tensor the graph of its alias, through which it was changed in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, alias: Tensor) -> Tensor:
@@ -156,28 +156,28 @@ class _Moved(torch.autograd.Function):
 class _Call:
     """One call of a module, between its gates, which hold this object.
 
-    It holds no tensor but, in a backward pass between the gates, what the observer keeps.
+    It holds no tensor, except those kept by the observer in a backward pass between the gates.
     """
 
     def __init__(self, observer: Observer, gates: Gates, name: str) -> None:
         self._observer = observer
         self._gates, self._name = gates, name
         self._is_passed_by = False  # whether a silent pass has gone through the gates
-        self._kept: dict[int, Any] = {}  # by passes that have reached the output, and not the input
+        self._kept: dict[int, Any] = {}  # by passes that have reached the output, not the input
         self._returned: dict[int, dict[int, Tensor]] = {}  # by these passes, and number of the leaf
         self._of_input: _Form = (0, ())
         self._of_output: _Form = (0, ())
         self._entered: list[tuple[Tensor, Tensor, Any]] | None = None
 
     def enter(self, arguments: Any) -> Any:
-        """The arguments with their tensors behind a gate."""
+        """The arguments with their tensors after a gate."""
         gated, self._of_input, pairs = self._gated(arguments, self._see_input, set())
         # An alias that is changed in place inside the call gets another node than the gate.
         self._entered = [(tensor, alias, alias.grad_fn) for tensor, alias in pairs]
         return gated
 
     def leave(self, output: Any) -> Any:
-        """The output with its tensors behind a gate, or ``None`` where there are none."""
+        """The output with its tensors after a gate, or ``None`` if there are none."""
         self._observer.end(output)
         entered, self._entered = self._entered, None
         if entered is None:
@@ -196,15 +196,15 @@ class _Call:
             if sum(x is tensor for x, _, _ in entered) > 1:
                 raise HookError(
                     "A module with a backward hook was given a tensor twice, and changed it in "
-                    "place: what each of the two arguments contributes cannot be told. Pass a "
+                    "place: the gradients of the two arguments cannot be separated. Pass a "
                     "clone of it, or let the module compute a new tensor."
                 )
             own = behind.get(id(alias))
-            # The version stays: the values are still those that the call has saved of its result.
+            # Keep the version: the values are still those that the call has saved.
             with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # as exported
                 _Moved.apply(tensor, alias if own is None else own)  # type: ignore[no-untyped-call]  # as typed in torch
             if own is not None:
-                returned[id(own)] = tensor  # the call has returned what it was given
+                returned[id(own)] = tensor  # the call has returned its argument
         if not returned:
             return gated
         return map_leaves(gated, lambda x: returned.get(id(x), x))
@@ -216,7 +216,7 @@ class _Call:
         places: set[int],
         moved: set[int] | frozenset[int] = frozenset(),
     ) -> tuple[Any, _Form, list[tuple[Tensor, Tensor]]]:
-        """A value with its tensors behind a gate, their places, and pairs of tensor and alias."""
+        """A value with its tensors after a gate, their places, and pairs of tensor and alias."""
         leaves: list[Any] = []
         map_leaves(value, leaves.append)
         positions = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -245,14 +245,14 @@ class _Call:
             self._finish(number)
 
     def _see_returned(self, leaf: int, gradient: Tensor) -> None:
-        """A tensor that the module has returned: its uses in the module and behind it have run."""
+        """A tensor returned by the module: its uses in the module and after it have run."""
         number = torch._C._current_graph_task_id()
         if number not in SILENT_PASSES:
             self._returned.setdefault(number, {})[leaf] = gradient
             self._finish_at_end(number)
 
     def _finish_at_end(self, number: int) -> None:
-        """For a pass that ends before the gate of the input, as one to parameters alone does."""
+        """For a pass that ends before the gate of the input, such as one to parameters alone."""
         engine: Any = Variable._execution_engine
         engine.queue_callback(lambda: self._end(number))
 
@@ -276,7 +276,7 @@ class _Call:
         if len(chosen) != size:
             raise HookError(
                 f"A backward hook returned {len(chosen)} gradients for the {size} arguments of its "
-                "module. Return one for each of `grad_input`, or `None` to leave them as they are."
+                "module. Return one for each of `grad_input`, or `None` to leave them unchanged."
             )
         new = tuple([chosen[i] for i in collected])
         if any(x is not before for x, before in zip(new, gradients, strict=True)):
@@ -284,17 +284,17 @@ class _Call:
         return new
 
     def _note_replaced(self) -> None:
-        """Notes that gradients were replaced, which a silent pass must not have missed."""
+        """Notes that gradients were replaced; raises if a silent pass has missed it."""
         self._gates.has_replaced = True
         if self._is_passed_by:
             raise self._refusal()
 
     def _refusal(self) -> UnsupportedError:
-        """Says that a silent pass would differ from all others."""
+        """The error for a silent pass that would differ from all others."""
         return UnsupportedError(
             f"A backward hook on a `{self._name}` has replaced gradients. An engine's passes do "
-            "not call it, so that their Jacobian is not that of `losses.backward`. Register the "
-            "function by PyTorch's `register_full_backward_hook`, which these passes call, or "
+            "not call it, so their Jacobian is not that of `losses.backward`. Register the "
+            "function with PyTorch's `register_full_backward_hook`, which these passes call, or "
             "deactivate it before the forward pass."
         )
 
@@ -309,7 +309,7 @@ class _Call:
         return self._observer.see(of_input, self._kept.pop(number), of_returned)
 
     def _end(self, number: int) -> None:
-        """At the end of a pass: shows that the gate of the arguments was not reached."""
+        """Finishes, at the end of a pass, if the gate of the arguments was not reached."""
         if number in self._kept or number in self._returned:
             self._finish(number)
 
@@ -323,7 +323,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _version(gradient: Tensor | None) -> int:
-    """How often a gradient was changed in place."""
+    """The number of changes in place of a gradient."""
     return 0 if gradient is None or gradient.is_inference() else gradient._version
 
 
@@ -336,7 +336,7 @@ def _at_leaves(gradients: Gradients, size: int, found: tuple[int, ...]) -> Gradi
 
 
 def gates_of(hook: BackwardHook) -> Gates:
-    """The gates that show a user's hook both gradients of each call. They hold no module."""
+    """The gates that pass both gradients of each call to a user's hook. They hold no module."""
 
     def observe(module: nn.Module, *_: object) -> Observer:
         reference = weakref.ref(module)

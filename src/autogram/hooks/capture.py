@@ -23,7 +23,7 @@ KeepFunction = Callable[["Call"], Any]
 
 
 class Call:
-    """One captured call of a module. Values not asked for, or not there yet, are ``None``.
+    """One captured call of a module. Values not requested, or not yet known, are ``None``.
 
     Attributes:
         module: The module.
@@ -54,33 +54,33 @@ class Call:
 
     @property
     def grad_args(self) -> Any:
-        """The gradients of the positional arguments, nested as these are.
+        """The gradients of the positional arguments, nested in the same way.
 
-        An entry is ``None`` where the argument is no tensor, or no gradient reaches it. If several
-        backward passes reach the call, the gradients are those of the last.
+        An entry is ``None`` if the argument is not a tensor, or if no gradient reaches it. If
+        several backward passes reach the call, the gradients are those of the last.
         """
         return self._get("grad_args")
 
     @property
     def grad_kwargs(self) -> Any:
-        """The gradients of the keyword arguments, nested as these are."""
+        """The gradients of the keyword arguments, nested in the same way."""
         return self._get("grad_kwargs")
 
     @property
     def grad_output(self) -> Any:
-        """The gradients of the output from its uses behind the call, nested as the output is.
+        """The gradients of the output from its uses after the call, nested like the output.
 
-        An entry is ``None`` where nothing behind the call leads from it to the loss.
+        An entry is ``None`` if the loss does not depend on it after the call.
         """
         return self._get("grad_output")
 
     @property
     def grad_returned(self) -> Any:
-        """The gradients of the returned tensors from all their uses, nested as the output is.
+        """The gradients of the returned tensors from all their uses, nested like the output.
 
-        The module may use a tensor itself that it returns, such as an attention map. This is the
-        gradient that ``retain_grad`` keeps without hooks. An entry is ``None`` where the tensor is
-        a leaf, such as a parameter, or no gradient reaches it. For ``capture(returned=True)``.
+        The module may itself use a tensor that it returns, such as an attention map. This is the
+        gradient that ``retain_grad`` keeps without hooks. An entry is ``None`` if the tensor is
+        a leaf, such as a parameter, or if no gradient reaches it. For ``capture(returned=True)``.
         """
         return self._get("grad_returned")
 
@@ -103,7 +103,7 @@ class Call:
 
 
 class _Value(NamedTuple):
-    """A captured value: nested tensors, their versions, and events that tell of complete copies."""
+    """A captured value: nested tensors, their versions, and events of complete copies."""
 
     content: Any
     versions: list[int]
@@ -132,36 +132,36 @@ def capture(
     limit: int | None = None,
     keep: KeepFunction | None = None,
 ) -> Iterator[Mapping[str, list[Any]]]:
-    """Records each call of some modules inside of a block.
+    """Records each call of some modules inside a block.
 
     Each call has its own arguments, output and gradients, in any order of calls and backward
-    passes, in the block or after it. Gradients keep no activation alive. What a checkpoint
-    (`use_reentrant=False`) runs again and backward passes of an engine are not recorded. Captured
+    passes, in the block or after it. Gradients keep no activation alive. It does not record the
+    second run of a checkpoint (`use_reentrant=False`), or backward passes of an engine. Captured
     tensors live as long as the mapping, or the calls in it.
 
     Args:
         model: The module whose inner modules are chosen.
-        where: Which inner modules, as for :meth:`HookManager.register`; all, if ``None``.
+        where: The chosen inner modules, as for :meth:`HookManager.register`; all, if ``None``.
         inputs: Whether to keep arguments and, with ``gradients``, their gradients.
         outputs: Whether to keep the output and, with ``gradients``, its gradients.
         gradients: Whether to keep gradients.
         returned: Whether to keep the gradients of the returned tensors, too, from their uses inside
-            of the module and behind it: :attr:`Call.grad_returned`.
+            the module and after it: :attr:`Call.grad_returned`.
         detach: Whether to keep tensors without their graph.
         copy: Whether to keep copies. Otherwise a tensor shares its memory with the network; if the
             network changes the tensor in place, reading it raises an error.
-        device: Where to keep tensors. From a GPU to the CPU, they are copied into pinned memory,
-            and nothing waits until a copy is read.
-        limit: How many calls to keep of each module: the last ones. All, if ``None``.
-        keep: A function of a call, whose result is kept instead of the call. It is called when the
+        device: The device of kept tensors. From a GPU to the CPU, they are copied into pinned
+            memory, and nothing waits until a copy is read.
+        limit: The number of last calls to keep for each module. All, if ``None``.
+        keep: A function of a call, whose result is kept instead of the call. It runs when the
             call is complete: at the end of the forward, or, with ``gradients``, when the gradients
-            are there. For calls that no backward pass reaches, that is at the end of the block.
+            are known. If no backward pass reaches the call, it runs at the end of the block.
 
     Yields:
         For the name of each chosen module, the list of its calls, in the order of the forwards.
 
     Raises:
-        InvalidModulesError: No module is chosen, or a scripted one.
+        InvalidModulesError: No module is chosen, or a scripted one is chosen.
         HookError: ``limit`` is not positive.
 
     Example:
@@ -192,7 +192,7 @@ def capture(
 
 
 def _taken(value: Any, *, detach: bool, copy: bool, device: torch.device | None) -> _Value:
-    """What is kept of a value of the network."""
+    """The kept form of a value of the network."""
     events: list[torch.cuda.Event] = []
 
     def take(leaf: Any) -> Any:
@@ -214,7 +214,7 @@ def _taken(value: Any, *, detach: bool, copy: bool, device: torch.device | None)
 
 @dataclass(eq=False)
 class _Captured:
-    """The calls that are captured, by the name of their module."""
+    """The captured calls, by the name of their module."""
 
     names: dict[int, str]  # by the `id` of the module
     take: Callable[[Any], _Value]
@@ -233,7 +233,7 @@ class _Captured:
     def begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Observer | None:
-        """Begins a call, unless a checkpoint runs it again inside of a backward pass."""
+        """Begins a call, unless a checkpoint runs it again inside a backward pass."""
         name = self.names.get(id(module))
         if name is None or torch._C._current_graph_task_id() >= 0:
             return None
@@ -256,14 +256,14 @@ class _Captured:
         calls[:] = [kept if other is call else other for other in calls]
 
     def close(self) -> None:
-        """Ends the block: completes all calls, and holds none of them any more."""
+        """Ends the block: completes all calls, and drops them."""
         for call in [x for calls in self.by_name.values() for x in calls if isinstance(x, Call)]:
             self.complete(call)
         self.by_name = {}
 
 
 class _Watch:
-    """Takes in what is shown of one call. It holds no tensor, and the call weakly."""
+    """Records the values of one call. It holds no tensor, and the call weakly."""
 
     def __init__(
         self, captured: _Captured, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -277,7 +277,7 @@ class _Watch:
             call._values["kwargs"] = captured.take(kwargs)
 
     def end(self, output: Any) -> None:
-        """Takes in the output."""
+        """Records the output."""
         call, captured = self._call(), self._captured
         self._output = _skeleton(output)
         if call is None:
@@ -288,13 +288,13 @@ class _Watch:
             captured.complete(call)
 
     def keep(self, gradients: Gradients) -> None:
-        """Takes in the gradients of the output, which has none before the forward ends."""
+        """Records the gradients of the output, if the forward has ended."""
         call = self._call()
         if call is not None and self._captured.outputs and gradients:
             call._values["grad_output"] = self._captured.take(_filled(self._output, gradients))
 
     def see(self, gradients: Gradients, kept: None, returned: Gradients) -> None:
-        """Takes in the gradients of the arguments and of what was returned, which come last."""
+        """Records the gradients of the arguments and of the returned tensors, which come last."""
         del kept
         call = self._call()
         if call is None:

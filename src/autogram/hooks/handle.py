@@ -1,4 +1,4 @@
-"""Puts one hook on one module, by PyTorch's own registration, and takes it off again."""
+"""Adds one hook to one module, with PyTorch's own registration, and removes it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Handle:
 
     Attributes:
         id: The names of the function and of the module, as in ``"my_hook[encoder.layer.0]"``.
-        name: The name that was given when the function was registered, or the function's own.
+        name: The name given at registration, or the function's own.
         function: The function.
-        kind: When it is called.
+        kind: The kind of hook, which determines when the function is called.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Handle:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module, or ``None`` if nobody else holds it any more."""
+        """The module, or ``None`` if nothing else holds it any more."""
         return self._module()
 
     @property
@@ -64,7 +64,7 @@ class Handle:
         return bool(self._off)
 
     def remove(self) -> None:
-        """Takes the function off the module for good."""
+        """Removes the function from the module for good."""
         self._set(is_on=False)
         self._forget(self)
 
@@ -73,7 +73,7 @@ class Handle:
         return f"Handle({self.id!r}, kind={self.kind!r}, {state})"
 
     def _set(self, *, is_on: bool) -> None:
-        """Puts the function on the module, or takes it off."""
+        """Adds the function to the module, or removes it."""
         if not is_on:
             while self._off:
                 self._off.pop()()
@@ -81,7 +81,7 @@ class Handle:
             self._off = self._put_on(module)
 
     def _put_on(self, module: nn.Module) -> list[Callable[[], None]]:
-        """Puts the function on the module, and returns what takes it off."""
+        """Adds the function to the module, and returns functions that remove it."""
         if self.kind == "around":
             return [put_around(module, self.function, self._order)]
         put_pre, put = module.register_forward_pre_hook, module.register_forward_hook
@@ -95,13 +95,13 @@ class Handle:
     def _registered(
         self, register: Callable[..., RemovableHandle], function: Any, **options: bool
     ) -> Callable[[], None]:
-        """Registers a function in the place that it had at first, and returns what takes it off."""
+        """Registers a function in its original place, and returns a function that removes it."""
         entry = _RegisteredHook(function, self._order)
         handle = register(entry, **options)
         hooks: Any = handle.hooks_dict_ref()
         later, order = [], inf
         for key in [*hooks][-2::-1]:
-            # Hooks in front of these with a higher number were put there by `prepend=True`.
+            # Earlier hooks with a higher number were put there by `prepend=True`.
             if not self._order < getattr(hooks[key], "order", key) < order:
                 break
             order = getattr(hooks[key], "order", key)
@@ -117,10 +117,10 @@ class Handle:
 
 
 class _RegisteredHook:
-    """A function as it is registered with PyTorch. A copy or a pickle of the module has none.
+    """A function registered with PyTorch. Copies and pickles of the module leave it out.
 
-    During a call, PyTorch uses the hooks that the module had when the call began. A function that
-    another hook has taken off meanwhile is not called: ``is_on`` says so.
+    During a call, PyTorch uses the module's hooks from the beginning of the call. If
+    another hook has removed a function meanwhile, ``is_on`` keeps it from being called.
     """
 
     __slots__ = ("function", "is_on", "order")
@@ -136,7 +136,7 @@ class _RegisteredHook:
 
 
 class _Gone:
-    """What a hook becomes in a copy of its module: it takes itself off at the first call."""
+    """Replaces a hook in a copy of its module, and removes itself at the first call."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):

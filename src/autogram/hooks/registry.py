@@ -1,4 +1,4 @@
-"""The registry of hooks: which function is on which module, found and switched by filters."""
+"""The registry of hooks: functions on modules, found and switched with filters."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class HookManager:
     """Functions that are called with modules: registered, found, switched and removed together.
 
     The functions have the signatures of PyTorch's hooks, and their results have the same effect as
-    those of PyTorch's hooks. Functions are registered by PyTorch's own methods. An inactive
-    function is not registered with PyTorch, and costs nothing; when it is active again, it has the
-    place among the hooks of its module that it had at first. Copies and pickles of a module have no
-    hooks of a manager. Switching holds for all threads.
+    those of PyTorch's hooks. Functions are registered with PyTorch's own methods. An inactive
+    function is not registered with PyTorch, and costs nothing; when it becomes active again, it
+    returns to its original place among the module's hooks. Copies and pickles of a module contain
+    no hooks of a manager. Switching applies to all threads.
 
     Example:
         >>> import torch
@@ -74,24 +74,24 @@ class HookManager:
         """Registers a function on modules.
 
         Args:
-            function: What to call, as ``function(module, args)`` for ``"forward_pre"``, as
+            function: The function, called as ``function(module, args)`` for ``"forward_pre"``, as
                 ``function(module, args, output)`` for ``"forward"``, and as
                 ``function(module, grad_input, grad_output)`` for ``"backward"``. For ``"around"``,
                 an object with the methods ``begin(module, args, kwargs)`` and
                 ``end(module, output)``, which is also called if the forward raises, with ``None``.
-                Both are not called while gradients are disabled, or while the attribute ``is_off``
-                of the object is true.
+                Neither is called while gradients are disabled, or while the object's attribute
+                ``is_off`` is true.
             modules: One module, several in a list, or several in a dict by name.
-            where: Which modules among the given module and those inside of it: a type or a tuple of
-                types, a pattern of qualified names such as ``"encoder.*.attn"`` (``*`` stands for
+            where: The choice among the given module and those inside it: a type or a tuple of
+                types, a pattern of qualified names such as ``"encoder.*.attn"`` (``*`` matches
                 any text), or a function of the name and the module.
-            kind: When to call the function. ``"backward"`` is for each call of a module, once for
-                each backward pass that reaches the call. ``grad_input`` has an entry for each leaf
-                of the nested arguments, then of the keyword arguments, and ``grad_output`` for each
-                leaf of the output. An entry is ``None`` where the leaf is no tensor, or no gradient
-                reaches it. A returned tuple replaces the gradients of the arguments. An engine's
-                passes do not call the function, and raise an `UnsupportedError` once it has
-                replaced gradients in another pass: where there are no others, it has no effect.
+            kind: When to call the function. ``"backward"`` calls it for each call of a module, once
+                for each backward pass that reaches the call. ``grad_input`` has an entry for each
+                leaf of the nested arguments, then of the keyword arguments, and ``grad_output`` for
+                each leaf of the output. An entry is ``None`` if the leaf is not a tensor, or if no
+                gradient reaches it. A returned tuple replaces the gradients of the arguments. An
+                engine's passes do not call the function, and raise an `UnsupportedError` once it
+                has replaced gradients in another pass; without other passes, it has no effect.
             name: A name for the function, by default its own.
             active: Whether the function is active from now on.
             with_kwargs: Whether to pass keyword arguments too, after ``args``.
@@ -100,9 +100,9 @@ class HookManager:
             A handle for each module.
 
         Raises:
-            InvalidModulesError: An argument is no module, or a scripted one, or none is chosen.
+            InvalidModulesError: An argument is not a module, or is scripted, or none is chosen.
             HookError: The function is already on a module in this kind, takes other arguments, or
-                ``kind`` is unknown. Nothing is registered then.
+                ``kind`` is unknown. Nothing is registered.
         """
         check_kind(kind)
         chosen = select(modules, where)
@@ -113,7 +113,7 @@ class HookManager:
             if id(handle.module) in ids:
                 raise HookError(
                     f"`{handle.id}` is already registered as a {kind} hook. Register it once, "
-                    "and use `activate`; or remove that one: `manager.handles` finds it."
+                    "and use `activate`; or remove the first: `manager.handles` finds it."
                 )
         made = []
         for label, module in chosen.items():
@@ -133,16 +133,16 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> list[Handle]:
-        """The handles of some hooks, in the order of registration: all, or those that fit.
+        """The handles of some hooks, in the order of registration: all, or those that match.
 
         Args:
             module: The module of a hook, or a module around it, which need not have a hook.
             function: The function.
             kind: The kind.
-            name: The name under which the function was registered, by default the function's own.
+            name: The name given at registration, by default the function's own.
 
         Raises:
-            HookError: ``kind`` is unknown, or ``module`` is no module.
+            HookError: ``kind`` is unknown, or ``module`` is not a module.
         """
         if kind is not None:
             check_kind(kind)
@@ -164,12 +164,12 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> None:
-        """Lets hooks be called: all, or those that fit filters.
+        """Activates hooks: all, or those that match filters.
 
-        The filters are as for :meth:`handles`. A module stands for all modules inside of it, too.
+        The filters are as for :meth:`handles`. A module includes all modules inside it.
 
         Raises:
-            HookError: Filters fit no hook.
+            HookError: The filters match no hook.
         """
         handles = self._fitting(module=module, function=function, kind=kind, name=name)
         self._switch(handles, is_on=True)
@@ -182,7 +182,7 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> None:
-        """Lets modules run as if these hooks were not there. As :meth:`activate`."""
+        """Lets modules run without these hooks. Filters as for :meth:`activate`."""
         handles = self._fitting(module=module, function=function, kind=kind, name=name)
         self._switch(handles, is_on=False)
 
@@ -194,7 +194,7 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> AbstractContextManager[None]:
-        """Activates hooks inside of a block. At its end, they are as they were before."""
+        """Activates hooks inside a block, and restores their state at its end."""
         handles = self._fitting(module=module, function=function, kind=kind, name=name)
         return self._switched(handles, is_on=True)
 
@@ -206,7 +206,7 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> AbstractContextManager[None]:
-        """Deactivates hooks inside of a block. At its end, they are as they were before."""
+        """Deactivates hooks inside a block, and restores their state at its end."""
         handles = self._fitting(module=module, function=function, kind=kind, name=name)
         return self._switched(handles, is_on=False)
 
@@ -218,18 +218,18 @@ class HookManager:
         kind: HookKind | None = None,
         name: str | None = None,
     ) -> None:
-        """Takes hooks off their modules for good. As :meth:`activate`."""
+        """Removes hooks from their modules for good. Filters as for :meth:`activate`."""
         handles = self._fitting(module=module, function=function, kind=kind, name=name)
         for handle in handles:
             handle.remove()
 
     def _fitting(self, **filters: Any) -> list[Handle]:
-        """The handles that fit filters. Raises where there are filters and no handle fits."""
+        """The handles that match filters. Raises if there are filters and no handle matches."""
         handles = self.handles(**filters)
         if not handles and (wanted := described(filters)):
             there = [f"`{handle.id}` ({handle.kind})" for handle in self]
             raise HookError(
-                f"No hook fits {wanted}. "
+                f"No hook matches {wanted}. "
                 + (f"There are {listed(there)}. " if there else "None is registered. ")
                 + "Pass the module, the function, the kind or the `name` of a hook, as "
                 "`print(manager)` shows them, or a module around its module."
@@ -238,7 +238,7 @@ class HookManager:
 
     @contextmanager
     def _switched(self, handles: Sequence[Handle], *, is_on: bool) -> Iterator[None]:
-        """Switches hooks, and puts them back. Those registered meanwhile stay as they are."""
+        """Switches hooks, and restores their state. Hooks registered meanwhile are unchanged."""
         before = [(handle, handle.is_active) for handle in handles]
         self._switch(handles, is_on=is_on)
         try:
@@ -248,20 +248,20 @@ class HookManager:
                 self._switch([handle], is_on=was_on)
 
     def _switch(self, handles: Iterable[Handle], *, is_on: bool) -> None:
-        """Switches hooks, but for those that were removed."""
+        """Switches hooks, except removed ones."""
         self._are_active = None
         for handle in handles:
             if self._handles.get(handle.id) is handle:
                 handle._set(is_on=is_on)
 
     def _forget(self, handle: Handle) -> None:
-        """Takes a handle out of the registry."""
+        """Removes a handle from the registry."""
         self._are_active = None
         if self._handles.get(handle.id) is handle:
             del self._handles[handle.id]
 
     def _free_id(self, wanted: str) -> str:
-        """An id that no other handle has."""
+        """An unused id."""
         number, free = 1, wanted
         while free in self._handles:
             number += 1
@@ -299,7 +299,7 @@ class HookManager:
         return "\n".join(in_columns(lines)) if len(lines) > 1 else "No hooks are registered."
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()  # a copy has no hooks, as those of the modules have none
+        return type(self), ()  # a copy has no hooks, like copies of modules
 
     def __enter__(self) -> Self:
         return self

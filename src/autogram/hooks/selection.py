@@ -1,4 +1,4 @@
-"""Chooses modules by filters, and checks that functions fit their kind of hook."""
+"""Chooses modules with filters, and checks that functions fit their kind of hook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autogram.hooks.handle import HookKind
 Modules = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 Where = str | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
-# What a function of each kind is called with, without keyword arguments.
+# The arguments for a function of each kind, without keyword arguments.
 _SIGNATURES = {
     "forward_pre": ("module", "args"),
     "forward": ("module", "args", "output"),
@@ -35,7 +35,7 @@ def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
         )
     elif where is not None:
         raise InvalidModulesError(
-            "`where` chooses among the modules inside of one module. Pass that module, or a list "
+            "`where` chooses among the modules inside one module. Pass that module, or a list "
             "of modules without `where`."
         )
     elif isinstance(modules, Mapping):
@@ -58,8 +58,8 @@ def select(modules: Modules, where: Where | None) -> dict[str, nn.Module]:
     if not selected:
         some = "" if where is None else _names_in(modules)
         raise InvalidModulesError(
-            f"No module is chosen by {where!r}.{some} Pass a type, a pattern or a function that "
-            "fits at least one."
+            f"{where!r} chooses no module.{some} Pass a type, a pattern or a function that "
+            "matches at least one."
         )
     return selected
 
@@ -85,7 +85,7 @@ def _fits(where: Where, name: str, module: nn.Module) -> bool:
 
 
 def ids_inside(module: Any) -> set[int]:
-    """The ``id`` of a module and of each one inside of it."""
+    """The ``id`` of a module and of each module inside it."""
     if not isinstance(module, nn.Module):
         raise HookError(
             f"The filter `module` is a {type(module).__name__}. Pass a module, such as "
@@ -95,7 +95,7 @@ def ids_inside(module: Any) -> set[int]:
 
 
 def described(filters: Mapping[str, Any]) -> str:
-    """Filters in a message: empty where there are none."""
+    """Filters in a message: empty if there are none."""
     texts = []
     for key, value in filters.items():
         if isinstance(value, nn.Module):
@@ -106,7 +106,7 @@ def described(filters: Mapping[str, Any]) -> str:
 
 
 def check_kind(kind: str) -> None:
-    """Refuses a kind that does not exist."""
+    """Refuses an unknown kind."""
     if kind not in get_args(HookKind):
         kinds = ", ".join(f'"{known}"' for known in get_args(HookKind))
         raise HookError(f"The kind of the hook is {kind!r}. Pass one of {kinds}.")
@@ -127,8 +127,8 @@ def check_function(function: Any, kind: HookKind, *, with_kwargs: bool) -> None:
         raise HookError(f"A {type(function).__name__} was given as a hook. Pass a function.")
     if kind == "backward" and with_kwargs:
         raise HookError(
-            "A backward hook is given gradients, those of keyword arguments behind the others in "
-            "`grad_input`. Leave out `with_kwargs`."
+            "Leave out `with_kwargs`: a backward hook receives gradients, and those of keyword "
+            "arguments come after the others in `grad_input`."
         )
     wanted = _SIGNATURES[kind]
     other = "" if with_kwargs or kind == "backward" else ", or pass `with_kwargs=True`"
@@ -136,7 +136,7 @@ def check_function(function: Any, kind: HookKind, *, with_kwargs: bool) -> None:
         wanted = (*wanted[:2], "kwargs", *wanted[2:])
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some functions in C, nothing is known
+    except (TypeError, ValueError):  # some functions in C have no signature
         return
     try:
         signature.bind(*wanted)
@@ -150,5 +150,5 @@ def check_function(function: Any, kind: HookKind, *, with_kwargs: bool) -> None:
 
 def name_of(function: Any) -> str:
     """The name of a function in ids."""
-    function = getattr(function, "func", function)  # a `functools.partial` has none of its own
+    function = getattr(function, "func", function)  # a `functools.partial` has no name
     return str(getattr(function, "__name__", type(function).__name__))

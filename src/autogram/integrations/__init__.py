@@ -1,1 +1,1 @@
-"""What plugs autogram into other libraries. Each file needs its library, and nothing else does."""
+"""Integrations with other libraries. Each file needs its library, and nothing else does."""

@@ -1,4 +1,4 @@
-"""A step of an engine whose micro-batches come one by one from somebody else's loop."""
+"""A step of an engine whose micro-batches come one by one from another library's loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autogram._weights import Weighting, check_weighting
 
 
 class MicroBatches:
-    """Takes in losses until the loop says that a step is complete.
+    """Collects losses until the loop says that a step is complete.
 
     Args:
-        engine: On the model.
-        weighting: Of the Gramian of all objectives of a step.
+        engine: The engine of the model.
+        weighting: The weighting of the Gramian of all objectives of a step.
         gradients_outside: As for :meth:`autogram.Engine.backward`.
     """
 
@@ -32,14 +32,14 @@ class MicroBatches:
         self._open: Accumulation | None = None
 
     def add(self, losses: Losses, *, is_last: bool, scaler: GradScaler | None) -> list[Any] | None:
-        """Takes in the losses of a micro-batch.
+        """Adds the losses of a micro-batch.
 
         Returns:
-            The weights of each micro-batch of the step, if this one was the last, whose gradients
-            are in ``.grad`` then.
+            The weights of each micro-batch of the step, if this one was the last. The gradients
+            are then in ``.grad``.
         """
         if self._open is None:
-            if is_last:  # in one piece, which needs no factors to be kept
+            if is_last:  # in one piece, without keeping factors
                 weights = self.engine.backward(
                     losses, self._weighting, scaler=scaler, gradients_outside=self._outside
                 )
@@ -60,6 +60,6 @@ class MicroBatches:
         self._open = None
 
     def close(self) -> None:
-        """Forgets a step that is not complete, and takes the engine off the model."""
+        """Forgets a step that is not complete, and removes the engine from the model."""
         self.forget()
         self.engine.remove()

@@ -24,47 +24,47 @@ _REENTRANT = (
 REFUSED: dict[str, tuple[Test, str, str]] = {
     "accelerator_config": (
         lambda config: _has("sync_each_batch")(config.gradient_accumulation_kwargs),
-        "There are no gradients before the last batch of a step, which could be exchanged",
+        "Gradients to exchange exist only after the last batch of a step",
         "no `sync_each_batch`",
     ),
     "activation_checkpointing_kwargs": _REENTRANT,
     "deepspeed": (
         bool,
-        "DeepSpeed makes backward passes itself, and knows nothing of weights",
+        "DeepSpeed makes backward passes itself, and does not know the weights",
         "several processes without it (`torchrun`)",
     ),
     "fsdp": (
         bool,
-        "An engine knows `fully_shard` alone, and steps with accelerate's wrapping are not tested",
-        "`fully_shard` and `Engine(model, distributed=True)` in a loop of your own",
+        "An engine supports only `fully_shard`; steps with accelerate's wrapping are untested",
+        "`fully_shard` and `Engine(model, distributed=True)` in your own loop",
     ),
     "gradient_checkpointing_kwargs": _REENTRANT,
     "optim": (
         lambda value: value in ("lomo", "adalomo"),
-        "This optimizer updates parameters in the backward pass, before there are weights",
+        "This optimizer updates parameters in the backward pass, before the weights are known",
         'another one, for instance "adamw_torch"',
     ),
     "parallelism_config": (
         bool,
-        "An engine does not follow models or sequences that are spread over processes",
+        "An engine does not support models or sequences that are split over processes",
         "one model for each process (`torchrun`)",
     ),
     "torch_compile_backend": (
         lambda value: value == "autogram",
-        "accelerate has a list of backends, which this one is not in",
+        "It is not in accelerate's list of backends",
         '`model.compile(backend="autogram")` before the trainer is made',
     ),
     "use_liger_kernel": (
         bool,
-        "Its models compute one loss of all samples, and no logits",
+        "Its models compute one loss for all samples, and no logits",
         "the model's own layers",
     ),
 }
-"""By field: whether a value is refused, why, and what to use in its place."""
+"""By field: whether a value is refused, why, and the alternative."""
 
 
 def refuse(arguments: Any) -> None:
-    """Refuses arguments by which a step would not be what they say.
+    """Refuses arguments that a step cannot follow.
 
     Raises:
         UnsupportedError: One of them has such a value.

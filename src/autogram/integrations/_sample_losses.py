@@ -1,4 +1,4 @@
-"""Losses of samples from what a model of transformers returns for a batch."""
+"""Losses of samples from the output of a transformers model for a batch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ IGNORED = -100  # the label of tokens without a loss, in all of transformers
 def losses_by_function(
     function: Callable[..., Any], outputs: Any, labels: Tensor | None, *, is_shifted: bool
 ) -> Tensor:
-    """What a ``compute_loss_func`` returns for each sample alone, ``(B,)``.
+    """The results of a ``compute_loss_func`` for each sample alone, ``(B,)``.
 
     Args:
-        function: As transformers calls it: with outputs, labels and the number of labels.
-        outputs: Those of the model. Tensors whose first dimension has the size B are split.
-        labels: Of B samples, or ``None``.
-        is_shifted: Whether a label is of the token before it, so that the first one has no loss.
+        function: A function of outputs, labels and the number of labels, as in transformers.
+        outputs: The outputs of the model. Tensors whose first dimension has size B are split.
+        labels: The labels of B samples, or ``None``.
+        is_shifted: Whether a label belongs to the token before it, so that the first has no loss.
 
     Raises:
         InvalidLossesError: The function returns several numbers for a sample.
@@ -46,9 +46,9 @@ def losses_by_function(
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise InvalidLossesError(
-                f"`compute_loss_func` is called for each sample, and returns {what} in place of "
-                "one number. Return a mean or a sum from it, or losses of your own from an "
-                "override of `JacobianTrainer.compute_losses`."
+                f"`compute_loss_func` is called for each sample, and returns {what} instead of "
+                "one number. Return a mean or a sum from it, or override "
+                "`JacobianTrainer.compute_losses`."
             )
         losses.append(loss.reshape(()))
     return torch.stack(losses)
@@ -57,17 +57,17 @@ def losses_by_function(
 def losses_by_labels(
     logits: Tensor, labels: Tensor, *, is_shifted: bool, are_binary: bool, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Losses of samples ``(B,)``, and how many numbers or labels each of them is the mean of.
+    """Losses of samples ``(B,)``, and the number of values or labels that each loss averages.
 
     Args:
         logits: ``(B, C)`` for classes, ``(B, T, C)`` for tokens, or numbers.
         labels: ``(B,)`` or ``(B, T)`` of integers, or numbers of the form of the logits.
-        is_shifted: Whether a label is of the token before it, so that the first one has no loss.
-        are_binary: Whether labels that are numbers are each those of two classes.
-        smoothing: The share of the loss that is of all classes alike.
+        is_shifted: Whether a label belongs to the token before it, so that the first has no loss.
+        are_binary: Whether each number in the labels distinguishes two classes.
+        smoothing: The share of the loss that all classes get equally.
 
     Raises:
-        InvalidLossesError: The labels are others, or are numbers that nothing can smooth.
+        InvalidLossesError: The labels have another form, or are numbers that cannot be smoothed.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if labels.dtype.is_floating_point and logits.numel() == labels.numel() and not smoothing:
@@ -82,8 +82,8 @@ def losses_by_labels(
         raise InvalidLossesError(
             f"There are logits of shape {tuple(logits.shape)} and labels of shape "
             f"{tuple(labels.shape)} and dtype {labels.dtype}, and `label_smoothing_factor` is "
-            f"{smoothing}. Return losses of your own from an override of "
-            "`JacobianTrainer.compute_losses`."
+            f"{smoothing}. Override `JacobianTrainer.compute_losses`, and return your own "
+            "losses from it."
         )
     if is_shifted and labels.dim() == 2:
         logits, labels = logits[:, :-1], labels[:, 1:]

@@ -22,25 +22,25 @@ __all__ = ["Accelerated"]
 
 
 class Accelerated:
-    """What ``accelerator.backward`` is for a loss, for losses and a weighting.
+    """Replaces ``accelerator.backward``, for losses and a weighting instead of one loss.
 
-    It knows of the accelerator's gradient scaler, and of its accumulation: all micro-batches of a
+    It uses the accelerator's gradient scaler, and its accumulation: all micro-batches of a
     step have one Gramian and one set of weights. Unlike ``accelerator.backward``, it does not
-    divide by the number of micro-batches, because the weights are of all objectives.
+    divide by the number of micro-batches, because the weights cover all objectives.
 
     Args:
-        engine: On the model, before or behind ``accelerator.prepare``.
+        engine: The engine of the model, made before or after ``accelerator.prepare``.
         weighting: As for :meth:`autogram.Engine.backward`.
-        accelerator: The one that has prepared the optimizer.
+        accelerator: The accelerator that has prepared the optimizer.
         gradients_outside: As for :meth:`autogram.Engine.backward`.
 
     Raises:
-        InvalidOperandError: The weighting is no function of a Gramian.
-        InvalidOptionError: ``gradients_outside`` is neither of its values.
+        InvalidOperandError: The weighting is not a function of a Gramian.
+        InvalidOptionError: ``gradients_outside`` has another value.
         UnsupportedError: The accelerator leaves backward passes to DeepSpeed or Megatron-LM.
 
     Example:
-        `docs/trainers.md` has one that trains.
+        `docs/trainers.md` shows a training.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Accelerated:
         self._accelerator = accelerator
 
     def backward(self, losses: Losses) -> list[Any] | None:
-        """Takes in the losses of a micro-batch, and at the last one of a step makes gradients.
+        """Adds the losses of a micro-batch; at the last one of a step, computes the gradients.
 
         Args:
             losses: As for :meth:`autogram.Engine.backward`.
 
         Returns:
-            For the last micro-batch, the weights of each one of the step in the form of its losses,
-            not a number if the gradient scaler is to skip the step; else ``None``.
+            For the last micro-batch, the weights of each micro-batch in the form of its losses,
+            NaN if the gradient scaler should skip the step; otherwise ``None``.
 
         Raises:
             AutogramError: As for :meth:`autogram.Engine.backward`. The step begins anew.
@@ -73,12 +73,12 @@ class Accelerated:
         )
 
     def forget(self) -> None:
-        """Forgets the micro-batches of a step that is not complete, as where a loop begins anew."""
+        """Forgets the micro-batches of an incomplete step, such as when a loop begins anew."""
         self._micro_batches.forget()
 
 
 def refuse_other_engines(accelerator: Accelerator) -> None:
-    """Refuses an accelerator that leaves backward passes to somebody else.
+    """Refuses an accelerator that leaves backward passes to another library.
 
     Raises:
         UnsupportedError: It uses DeepSpeed or Megatron-LM.
@@ -86,6 +86,6 @@ def refuse_other_engines(accelerator: Accelerator) -> None:
     if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise UnsupportedError(
             f"The accelerator leaves backward passes to {accelerator.distributed_type.value}, "
-            "which knows nothing of weights. Use an accelerator without it, or call "
-            "`engine.weights` and weigh the losses that it is given."
+            "which does not know the weights. Use an accelerator without it, or call "
+            "`engine.weights`, and pass the weighted losses to it."
         )

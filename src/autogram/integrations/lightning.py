@@ -18,12 +18,12 @@ from autogram.integrations._micro_batches import MicroBatches
 
 __all__ = ["JacobianDescent"]
 
-# What it is mixed into, which nobody needs to install for the types.
+# The base of the mixin's users, without installing Lightning for the types.
 _Module: Any = object
 
 
 class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `LightningModule`
-    """A mixin for a ``LightningModule``, by its hook ``backward``.
+    """A mixin for a ``LightningModule``, through its hook ``backward``.
 
     The module has a ``weighting``, as for :meth:`autogram.Engine.backward`, and computes losses in
     ``training_losses`` instead of one loss in ``training_step``. Everything else is Lightning's
@@ -37,22 +37,22 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         weighting: Maps the Gramian of all objectives of a step to their weights.
         gradients_outside: As for :meth:`autogram.Engine.backward`.
         objective_weights: The weights of each batch of the step, in the form of its losses, after
-            the backward pass of the last batch; ``None`` after that of another one.
+            the backward pass of the last batch; ``None`` after the others.
 
     Example:
-        `docs/trainers.md` has one that trains.
+        `docs/trainers.md` shows a training.
     """
 
     weighting: Weighting
     gradients_outside: GradientsOutside = "sum"
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses modules whose own methods would be called in place of those of the mixin."""
+        """Refuses modules whose own methods would be called instead of the mixin's."""
         super().__init_subclass__(**kwargs)
         for name, instead in _OURS.items():
             if getattr(cls, name) is not getattr(JacobianDescent, name):
                 raise UnsupportedError(
-                    f"{cls.__name__} has a `{name}` in place of that of `JacobianDescent`, so that "
+                    f"{cls.__name__} overrides `{name}` of `JacobianDescent`, so "
                     "nothing would be weighted. Make `JacobianDescent` the first of the bases, and "
                     f"{instead}."
                 )
@@ -76,20 +76,20 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         del batch, batch_idx
         raise UnsupportedError(
             "A module with `JacobianDescent` has no `training_losses(self, batch, batch_idx)`. "
-            "Write it in place of `training_step`, and return the losses of the samples."
+            "Write it instead of `training_step`, and return the losses of the samples."
         )
 
     def make_engine(self) -> Engine:
         """Makes the engine, once for each fit. Override it for other options, or other modules.
 
-        With several processes, as by ``strategy="ddp"``, the objectives of all have one Gramian.
+        With several processes, as with ``strategy="ddp"``, all objectives share one Gramian.
         """
         return Engine(self, distributed=self.trainer.world_size > 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean of the losses, which Lightning reports.
 
-        Lightning scales it, and gives it to :meth:`JacobianDescent.backward`.
+        Lightning scales it, and passes it to :meth:`JacobianDescent.backward`.
 
         Raises:
             InvalidOptionError: There is no weighting, or ``micro_batches`` of earlier versions.
@@ -103,11 +103,11 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         return torch.cat([part.float().flatten() for part in parts_of(losses)]).mean()
 
     def backward(self, loss: Tensor) -> None:
-        """Takes in the losses of a batch, and makes gradients where Lightning takes a step.
+        """Adds the losses of a batch, and computes gradients when Lightning takes a step.
 
         Args:
-            loss: What stands for the losses: their mean, divided and scaled by Lightning. It is not
-                used, because weights are of all objectives, and the engine knows of the scaler.
+            loss: The mean of the losses, divided and scaled by Lightning. It is not
+                used, because the weights cover all objectives, and the engine uses the scaler.
 
         Raises:
             AutogramError: As for :meth:`autogram.Engine.backward`.
@@ -118,13 +118,13 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         assert self._micro_batches is not None
         self.objective_weights = self._micro_batches.add(
             losses,
-            # What Lightning itself asks: no public name tells it for all kinds of loaders.
+            # As Lightning itself does: no public name tells it for all kinds of loaders.
             is_last=not self.trainer.fit_loop._should_accumulate(),
             scaler=getattr(self.trainer.precision_plugin, "scaler", None),
         )
 
     def _checked_weighting(self) -> Weighting:
-        """The weighting, if the module and its trainer are such that it will be called."""
+        """The weighting, if the module and its trainer will call it."""
         weighting: Weighting | None = getattr(self, "weighting", None)
         name = type(self).__name__
         if weighting is None:
@@ -134,36 +134,36 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
             )
         if hasattr(self, "micro_batches"):
             raise InvalidOptionError(
-                f"{name} has `micro_batches`, which nothing reads any more. Remove it, and pass "
+                f"{name} has `micro_batches`, which is no longer used. Remove it, and pass "
                 "`accumulate_grad_batches` to the `Trainer`."
             )
         if not self.automatic_optimization:
             raise UnsupportedError(
-                f"{name} has `automatic_optimization = False`, so that Lightning would call no "
-                "optimizer. Remove it: `JacobianDescent` works by automatic optimization. In place "
+                f"{name} has `automatic_optimization = False`, so Lightning would not call the "
+                "optimizer. Remove it: `JacobianDescent` needs automatic optimization. Instead "
                 "of several optimizers, return one with several groups of parameters."
             )
         strategy = self.trainer.strategy
         if strategy.handles_gradient_accumulation:
             raise UnsupportedError(
-                f"{type(strategy).__name__} makes backward passes itself, without a call of "
-                "`LightningModule.backward`, and knows nothing of weights. Use another strategy, "
+                f"{type(strategy).__name__} makes backward passes itself, without calling "
+                "`LightningModule.backward`, and does not know the weights. Use another strategy, "
                 'for instance "ddp".'
             )
         return weighting
 
     def on_fit_start(self) -> None:
-        """Takes off what a fit has left that ended by an error."""
+        """Removes the engine of a fit that ended with an error."""
         super().on_fit_start()
         self._take_off()
 
     def on_fit_end(self) -> None:
-        """Takes the engine off."""
+        """Removes the engine."""
         super().on_fit_end()
         self._take_off()
 
     def _take_off(self) -> None:
-        """Forgets a step that is not complete, and takes the engine off."""
+        """Forgets an incomplete step, and removes the engine."""
         if self._micro_batches is not None:
             self._micro_batches.close()
         self._micro_batches = self._objectives = None
@@ -174,7 +174,7 @@ class JacobianDescent(_Module):  # type: ignore[misc]  # the methods of a `Light
         return {**state, "_micro_batches": None, "_objectives": None}
 
 
-# Methods of the mixin, and what to write in place of an own one.
+# Methods of the mixin, and the alternative to overriding them.
 _OURS = {
     "training_step": "write `training_losses(self, batch, batch_idx)`, which returns the losses",
     "backward": "use Lightning's hooks `on_before_backward` and `on_after_backward`",

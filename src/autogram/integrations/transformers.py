@@ -30,10 +30,10 @@ __all__ = ["JacobianTrainer"]
 
 
 class JacobianTrainer(Trainer):
-    """A ``Trainer`` that weighs the losses of samples by their Gramian.
+    """A ``Trainer`` that weights the losses of samples, using their Gramian.
 
     Precision, gradient accumulation, clipping, schedules, logs, progress bars, evaluation and
-    checkpoints are those of the base. With accumulation, all samples of a step have one Gramian.
+    checkpoints are those of the base. With accumulation, all samples of a step share one Gramian.
     The engine is on the model while :meth:`train` runs.
 
     Args:
@@ -47,7 +47,7 @@ class JacobianTrainer(Trainer):
         UnsupportedError: An argument has a value that steps of an engine cannot follow.
 
     Example:
-        `docs/trainers.md` has one that trains.
+        `docs/trainers.md` shows a training.
     """
 
     loss_is_scaled_for_ga = False  # the base divides the mean of a batch for its log
@@ -62,8 +62,9 @@ class JacobianTrainer(Trainer):
         super().__init__(*args, **kwargs)
         if self.args.n_gpu > 1:
             raise UnsupportedError(
-                "`nn.DataParallel` copies the model in each step, which an engine does not follow. "
-                "Use one process for each GPU (`torchrun`), or set CUDA_VISIBLE_DEVICES to one."
+                "Use one process for each GPU (`torchrun`), or set CUDA_VISIBLE_DEVICES to one: "
+                "`nn.DataParallel` copies the model in each step, and an engine does not see the "
+                "copies."
             )
         self._weighting, self._outside = weighting, gradients_outside
         self._steps: Accelerated | None = None
@@ -74,31 +75,31 @@ class JacobianTrainer(Trainer):
     def make_engine(self, model: nn.Module) -> Engine:
         """Makes the engine, once for each training. Override it for other options.
 
-        With several processes, as by ``torchrun``, the objectives of all have one Gramian.
+        With several processes, as with ``torchrun``, all objectives share one Gramian.
 
         Args:
-            model: Without the wrappers of accelerate.
+            model: The model, without accelerate's wrappers.
         """
         return Engine(model, distributed=self.accelerator.num_processes > 1)
 
     def compute_losses(self, model: nn.Module, inputs: dict[str, Any]) -> Losses:
         """Computes the objectives of a batch. Override it for your own.
 
-        These are the losses of samples by ``labels``: cross-entropy for classes, with
+        These are the losses of samples from ``labels``: cross-entropy for classes, with
         ``label_smoothing_factor``; mean squares for numbers; and for tokens the mean over those
         with a label, of the next token in causal language models. The first batch of a training is
-        compared with the model's own loss. With a ``compute_loss_func``, they are what it returns
-        for each sample alone, and the number of its labels.
+        compared with the model's own loss. With a ``compute_loss_func``, they are its results
+        for each sample alone, with the number of its labels.
 
         Args:
-            model: The model, with the wrappers of accelerate.
+            model: The model, with accelerate's wrappers.
             inputs: The inputs, on the model's device.
 
         Returns:
             ``(B,)``, or as for :meth:`autogram.Engine.compute_gramian` if it is overridden.
 
         Raises:
-            InvalidLossesError: The outputs or labels are others, or their loss is another one.
+            InvalidLossesError: The outputs or labels have another form, or their loss differs.
         """
         inner = self.accelerator.unwrap_model(model)
         inner = getattr(inner, "get_base_model", lambda: inner)()  # without adapters of peft
@@ -112,8 +113,8 @@ class JacobianTrainer(Trainer):
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
         if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)):
             raise InvalidLossesError(
-                "The inputs have no tensor `labels`, or the outputs no tensor `logits`. Return "
-                "losses of your own from an override of `JacobianTrainer.compute_losses`."
+                "The inputs have no tensor `labels`, or the outputs no tensor `logits`. Override "
+                "`JacobianTrainer.compute_losses`, and return your own losses from it."
             )
         kind = getattr(getattr(inner, "config", None), "problem_type", None)
         options = {
@@ -134,7 +135,7 @@ class JacobianTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """In evaluation, as the base; in training, the mean of the losses, without a graph."""
+        """In evaluation, the base's loss; in training, the mean of the losses, without a graph."""
         if not (self.is_in_train and torch.is_grad_enabled()):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if self._steps is None:
@@ -155,32 +156,32 @@ class JacobianTrainer(Trainer):
         return torch.cat([part.detach().float().flatten() for part in parts]).mean()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Makes the accelerator, as the base does, with backward passes of the engine."""
+        """Makes the accelerator, like the base, with backward passes of the engine."""
         refuse(self.args)
         super().create_accelerator_and_postprocess()
         refuse_other_engines(self.accelerator)
         self.accelerator.backward = self._backward  # type: ignore[method-assign,assignment]  # ours
 
     def _backward(self, loss: Tensor) -> None:
-        """Takes in the losses that the mean of a batch stands for."""
+        """Adds the losses of a batch; ``loss`` is their mean."""
         losses, self._objectives = self._objectives, None
         if losses is None or self._steps is None or loss.requires_grad:
             raise UnsupportedError(
                 f"{type(self).__name__} overrides `compute_loss` or `training_step`, whose loss "
-                "would not be weighted. Write `compute_losses(self, model, inputs)` in its place, "
-                "which returns the losses of samples."
+                "would not be weighted. Write `compute_losses(self, model, inputs)` instead, "
+                "and return one loss for each sample."
             )
         self._steps.backward(losses)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs, as the base does, beside a loss of the training the numbers of a monitor."""
+        """Logs like the base, and adds a monitor's numbers to each training loss."""
         monitor = self._weighting
         if "loss" in logs and isinstance(monitor, ConflictMonitor) and monitor.history():
             logs = {**logs, **monitor.scalars()}
         super().log(logs, *args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains, as the base does, with an engine on the model."""
+        """Trains like the base, with an engine on the model."""
         self._is_compared = False
         try:
             return super().train(*args, **kwargs)
@@ -207,5 +208,5 @@ def _refuse_another_mean(own: Any, mean: Tensor) -> None:
         raise InvalidLossesError(
             f"The model's own loss is {float(own):.6g}, and the mean of the losses by labels and "
             f"logits is {float(mean):.6g}: it has another objective, or terms of all samples. "
-            "Return losses of your own from an override of `JacobianTrainer.compute_losses`."
+            "Override `JacobianTrainer.compute_losses`, and return your own losses from it."
         )

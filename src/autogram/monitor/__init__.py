@@ -1,4 +1,4 @@
-"""Looking at conflict: a few numbers from each Gramian, read from the device when asked for."""
+"""Monitors conflict: a few numbers from each Gramian, read from the device on request."""
 
 from autogram.monitor._monitor import ConflictMonitor
 from autogram.monitor._numbers import Numbers, cosines, noise_and_signal

@@ -1,4 +1,4 @@
-"""The monitor: looks at the Gramians that a weighting is given, and at the weights it returns."""
+"""The monitor: records the Gramians that a weighting receives, and the weights it returns."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from autogram.monitor._numbers import Numbers, defined, entropy_of, numbers_of, 
 
 
 class ConflictMonitor:
-    """Turns Gramians into a few numbers: how much the objectives of a step conflict.
+    """Measures how much the objectives of a step conflict, with a few numbers per Gramian.
 
-    A monitor with a weighting is a weighting itself: it returns the weights that its weighting
-    gives, and computes the numbers of each ``every``-th Gramian. Without a weighting, call
+    A monitor with a weighting is itself a weighting: it returns the weights of its weighting,
+    and computes the numbers of every ``every``-th Gramian. Without a weighting, call
     :meth:`observe`. Numbers stay on the Gramian's device until :meth:`latest`, :meth:`history`,
     :meth:`noise_scale` or :meth:`scalars` is called; nothing waits for the device before that.
 
     Args:
         weighting: The weighting that the monitor calls, or ``None``.
-        every: The monitor looks at one of so many Gramians, and at the first. Each look costs some
-            fifty small operations on tensors no larger than the Gramian.
-        length: How many looks are kept. Older ones are dropped.
+        every: The monitor looks at every ``every``-th Gramian, starting with the first. Each look
+            costs some fifty small operations on tensors no larger than the Gramian.
+        length: The number of looks to keep. Older ones are dropped.
 
     Raises:
         InvalidOptionError: ``every`` or ``length`` is not positive.
-        InvalidOperandError: The weighting is no function of a Gramian.
+        InvalidOperandError: The weighting is not a function of a Gramian.
 
     Example:
         >>> import torch
@@ -59,7 +59,7 @@ class ConflictMonitor:
         self._looks: deque[Tensor] = deque(maxlen=length)
 
     def __call__(self, gramian: Tensor) -> Tensor:
-        """The weights of the weighting for a Gramian ``(m, m)``, at which the monitor looks.
+        """The weights of the weighting for a Gramian ``(m, m)``, which the monitor records.
 
         Raises:
             UnsupportedError: There is no weighting.
@@ -68,7 +68,7 @@ class ConflictMonitor:
         if self.weighting is None:
             raise UnsupportedError(
                 "This monitor has no weighting to call. Make it with one, "
-                "`ConflictMonitor(UPGrad())`, or give it Gramians by `observe`."
+                "`ConflictMonitor(UPGrad())`, or pass Gramians to `observe`."
             )
         numbers = self._look(gramian)  # before the weighting, which may change the Gramian
         weights = self.weighting(gramian)
@@ -76,12 +76,11 @@ class ConflictMonitor:
         return weights
 
     def observe(self, gramian: Tensor, weights: Tensor | None = None) -> None:
-        """Looks at a Gramian, if it is one of each ``every``.
+        """Looks at a Gramian, if it is the next ``every``-th.
 
         Args:
             gramian: ``(m, m)``.
-            weights: The weights of the step, with m elements. Without weights, the entropy is not a
-                number.
+            weights: The weights of the step, with m elements. Without weights, the entropy is NaN.
 
         Raises:
             InvalidOperandError: The Gramian is not square.
@@ -97,26 +96,26 @@ class ConflictMonitor:
         """
         if not self._looks:
             raise UnsupportedError(
-                "The monitor has seen no Gramian. Give it to `engine.backward` as the weighting, "
+                "The monitor has seen no Gramian. Pass it to `engine.backward` as the weighting, "
                 "or call `observe`, first."
             )
         return self._read(1)[-1]
 
     def history(self) -> list[tuple[int, Numbers]]:
-        """All looks that are kept, each with the number of the step, which counts from 0."""
+        """All kept looks, each with the number of the step, counted from 0."""
         return list(zip(self._steps, self._read(len(self._looks)), strict=True))
 
     def noise_scale(self, last: int | None = None) -> float:
         """The gradient noise scale, in samples, from the averages of noise and signal over looks.
 
         Args:
-            last: How many looks to average over, all that are kept if ``None``. Looks that are not
-                finite do not count.
+            last: The number of looks to average over, all kept looks if ``None``. Looks that are
+                not finite do not count.
 
         Returns:
-            The ratio of the averages, which has a smaller bias than the average of the ratios. It
-            is not a number without a look, or if the average of the signal is not positive: the
-            noise hides the signal. All losses must have the same scale.
+            The ratio of the averages, which has a smaller bias than the average of the ratios. NaN
+            without a look, or if the average of the signal is not positive: the noise hides the
+            signal. All losses must have the same scale.
 
         Raises:
             InvalidOptionError: ``last`` is not positive.
@@ -136,7 +135,7 @@ class ConflictMonitor:
         """The numbers of the last look, for a logger, and the noise scale of all looks.
 
         Args:
-            prefix: Stands before the name of each number.
+            prefix: The prefix of each name.
 
         Raises:
             UnsupportedError: There was no look.
@@ -158,7 +157,7 @@ class ConflictMonitor:
         return f"ConflictMonitor({name}, every={self.every}, {looks})"
 
     def reset(self) -> None:
-        """Forgets everything that was seen."""
+        """Forgets all looks."""
         self._seen = 0
         self._steps.clear()
         self._looks.clear()
@@ -169,8 +168,8 @@ class ConflictMonitor:
         if gramian.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
                 "A monitor is called while a CUDA graph is captured, and does not see replays. "
-                "Return the Gramian from the step (`return_gramian=True`), and give it to "
-                "`observe` behind each replay."
+                "Return the Gramian from the step (`return_gramian=True`), and pass it to "
+                "`observe` after each replay."
             )
         self._seen += 1
         if (self._seen - 1) % self.every or not len(gramian):

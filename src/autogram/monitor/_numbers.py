@@ -1,4 +1,4 @@
-"""What a Gramian says about conflict, as a few numbers on its device."""
+"""Measures of conflict from a Gramian, as a few numbers on its device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autogram._arguments import check_square
 
 @dataclass(frozen=True)
 class Numbers:
-    """One Gramian, and the weights that it led to, in a few numbers.
+    """One Gramian and its weights, in a few numbers.
 
-    Numbers that are not defined are NaN: those of pairs for a single objective, and all numbers of
+    Undefined numbers are NaN: those of pairs for a single objective, and all numbers of
     a Gramian that is not finite. None is infinite.
 
     Attributes:
@@ -25,13 +25,13 @@ class Numbers:
         least_cosine: The smallest of these cosines.
         mean_norm: Mean Euclidean norm of a gradient.
         largest_norm: The largest of these norms.
-        effective_rank: The participation ratio tr(G)² / ‖G‖² of the eigenvalues of G, from 1, where
-            all gradients have one direction, to m, where they are orthogonal and of one length.
-        noise: Estimate of the variance of one gradient, tr(S), without bias if the objectives are
+        effective_rank: The participation ratio tr(G)² / ‖G‖² of the eigenvalues of G, from 1, if
+            all gradients are parallel, to m, if they are orthogonal and equally long.
+        noise: Estimate of the variance of one gradient, tr(S); unbiased if the objectives are
             independent samples.
-        signal: Estimate of the squared norm of the expected gradient, without bias, like ``noise``;
-            so it may be negative.
-        entropy: Entropy of the absolute weights, over its largest possible value log(m): 1 if they
+        signal: Estimate of the squared norm of the expected gradient, unbiased like ``noise``;
+            it may therefore be negative.
+        entropy: Entropy of the absolute weights, divided by its maximum log(m): 1 if they
             are equal, 0 if only one is not zero.
 
     References:
@@ -55,7 +55,7 @@ class Numbers:
     def noise_scale(self) -> float:
         """``noise / signal``: the batch size at which both are equal, from this Gramian alone.
 
-        Not a number where the estimate of the signal is not positive.
+        NaN if the estimate of the signal is not positive.
         """
         return ratio(self.noise, self.signal)
 
@@ -71,7 +71,7 @@ def cosines(gramian: Tensor) -> Tensor:
 
     Returns:
         ``(m, m)``, with ones on the diagonal. A gradient of length zero has no direction: its
-        cosines are zero, also with itself.
+        cosines are zero, even with itself.
     """
     check_square(gramian)
     norms = gramian.diagonal().clamp(min=0).sqrt()
@@ -80,13 +80,13 @@ def cosines(gramian: Tensor) -> Tensor:
 
 
 def noise_and_signal(gramian: Tensor) -> tuple[Tensor, Tensor]:
-    """Estimates of tr(S) and of the squared norm of the expected gradient, without bias.
+    """Unbiased estimates of tr(S) and of the squared norm of the expected gradient.
 
-    S is the covariance of the gradient of one sample. Average each estimate over steps before
-    dividing them: the ratio of two estimates from one batch has a bias.
+    S is the covariance of one sample's gradient. Average each estimate over steps before
+    dividing them: the ratio of two estimates from one batch is biased.
 
     Args:
-        gramian: ``(m, m)``, of independent samples. For one sample, both are not numbers.
+        gramian: ``(m, m)``, of independent samples. For one sample, both estimates are NaN.
 
     References:
         McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, appendix A.
@@ -98,7 +98,7 @@ def noise_and_signal(gramian: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def numbers_of(gramian: Tensor) -> Tensor:
-    """All of ``NAMES`` but the entropy, as a vector on the Gramian's device, without waiting."""
+    """All of ``NAMES`` except the entropy, in a vector on the Gramian's device, without waiting."""
     m = len(gramian)
     pairs = m * (m - 1)
     squares = gramian.diagonal()
@@ -117,7 +117,7 @@ def numbers_of(gramian: Tensor) -> Tensor:
         noise,
         signal,
     ]
-    # The sum makes all of them NaN where an entry is not finite.
+    # The sum makes all of them NaN if an entry is not finite.
     return torch.stack([number.to(gramian.dtype) for number in numbers]) + 0 * gramian.sum()
 
 
@@ -131,11 +131,11 @@ def entropy_of(weights: Tensor) -> Tensor:
 
 
 def ratio(noise: float, signal: float) -> float:
-    """Noise over signal; not a number where the estimate of the signal is not positive."""
+    """Noise over signal; NaN if the estimate of the signal is not positive."""
     quotient = noise / signal if signal > 0 else nan
     return defined(quotient)
 
 
 def defined(number: float) -> float:
-    """A number, or NaN in place of an infinite one: a trace may be too large for the dtype."""
+    """A number, or NaN instead of infinity: a trace may be too large for the dtype."""
     return number if isfinite(number) else nan

@@ -16,7 +16,7 @@ from autogram.errors import InvalidOperandError
 from autogram.monitor import ConflictMonitor, Numbers, cosines
 from autogram.monitor._numbers import NAMES
 
-_LABELS = {  # where the name with spaces says too little
+_LABELS = {  # if the name with spaces is not clear enough
     "conflicting": "share of conflicting pairs",
     "least_cosine": "smallest cosine",
     "entropy": "entropy of the weights",
@@ -41,13 +41,13 @@ def plot_cosines(
         sort: The class of each objective, m integers or strings: objectives are sorted by class,
             and classes are marked at the axes. ``"cluster"`` brings objectives with similar
             gradients together. ``None`` leaves the order.
-        axes: Where to draw; a new figure if ``None``.
+        axes: The axes to draw into; a new figure if ``None``.
 
     Returns:
         The axes. ``axes.figure.savefig(path)`` saves the picture.
 
     Raises:
-        InvalidOperandError: The Gramian is not square, or there are not as many classes.
+        InvalidOperandError: The Gramian is not square, or the number of classes differs from m.
     """
     check_square(gramian)
     axes = axes or new_axes()
@@ -78,19 +78,19 @@ def classes_of(given: Tensor | Sequence[object], count: int) -> list[object]:
     classes: list[object] = given.tolist() if isinstance(given, Tensor) else list(given)
     if len(classes) != count:
         raise InvalidOperandError(
-            f"There are {len(classes)} classes and {count} objectives. Pass one class for each, in "
-            "the row-major order of the losses."
+            f"There are {len(classes)} classes and {count} objectives. Pass one class for each "
+            "objective, in the row-major order of the losses."
         )
     return classes
 
 
 def rank(label: Any) -> tuple[str, Any]:
-    """Where a class stands among the others, which may be numbers and strings together."""
+    """The sort key of a class, for numbers and strings together."""
     return type(label).__name__, label
 
 
 def _mark(axes: Axes, classes: Sequence[object]) -> None:
-    """Marks classes, which are sorted, on both axes."""
+    """Marks sorted classes on both axes."""
     start, centers, labels = 0, [], []
     for label, members in groupby(classes):
         end = start + len(list(members))
@@ -143,19 +143,20 @@ def plot_history(
     Args:
         monitor: The monitor, or the result of its ``history()``.
         names: Attributes of :class:`autogram.monitor.Numbers`.
-        axes: Where to draw; a new figure if ``None``.
+        axes: The axes to draw into; a new figure if ``None``.
 
     Returns:
         The axes.
 
     Raises:
-        InvalidOperandError: There is no number of such a name.
+        InvalidOperandError: A name is unknown.
     """
     history = list(monitor.history() if isinstance(monitor, ConflictMonitor) else monitor)
     for name in names:
         if name not in (*NAMES, "noise_scale"):
             raise InvalidOperandError(
-                f"`{name}` is no number of a monitor. Pass some of {', '.join(NAMES)}, noise_scale."
+                f"`{name}` is not recorded by a monitor. Pass some of {', '.join(NAMES)}, "
+                "noise_scale."
             )
     axes = axes or new_axes()
     steps = [step for step, _ in history]
@@ -171,12 +172,12 @@ def plot_history(
 def plot_norms(
     gramian: Tensor, *, classes: Sequence[object] | Tensor | None = None, axes: Axes | None = None
 ) -> Axes:
-    """The Euclidean norms of all gradients, in ascending order, as one curve or one for each class.
+    """The Euclidean norms of all gradients, in ascending order: one curve, or one for each class.
 
     Args:
         gramian: ``(m, m)``, on any device.
         classes: The class of each objective, or ``None``.
-        axes: Where to draw; a new figure if ``None``.
+        axes: The axes to draw into; a new figure if ``None``.
 
     Returns:
         The axes, with a logarithmic scale if all norms are positive.

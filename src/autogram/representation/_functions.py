@@ -26,17 +26,17 @@ def compute_gramian(
 ) -> Tensor:
     """The Gramian of the Jacobian of the losses with respect to a representation.
 
-    The Jacobian is that with respect to a tensor of the forward pass, such as what the trunk of a
-    multi-task model gives to all heads, and not to parameters. No engine is needed. The passes end
-    at the representation, so that the trunk costs nothing.
+    The Jacobian is taken with respect to a tensor of the forward pass, such as the trunk's output
+    in a multi-task model, instead of parameters. No engine is needed. The passes end
+    at the representation, so the trunk costs nothing.
 
     Args:
         losses: The objectives, as for :meth:`autogram.Engine.compute_gramian`: a tensor with m
-            elements, or a list or a dict of such. Their graph is kept.
-        representation: The tensor that the heads read, or several of which none depends on another,
+            elements, or a list or a dict of such tensors. Their graph is kept.
+        representation: The tensor that the heads read, or several independent ones,
             with gradients enabled. It may be a leaf.
-        batch_dim: The dimension of the losses that counts B samples, each of which reads elements
-            of the representation that are its own. ``None`` is right for any losses.
+        batch_dim: The dimension of the losses that counts B samples, each of which reads its own
+            elements of the representation. ``None`` is correct for any losses.
 
     Returns:
         All inner products of the losses' gradients, ``(m, m)``, in the row-major order of the
@@ -46,10 +46,10 @@ def compute_gramian(
         Cost: a backward pass from each loss to the representation, through its own head if the
         losses are single numbers in a list, a dict or a `torch.stack`; with a ``batch_dim``, one
         for all samples together, for each of the K losses of a sample, and a walk through the graph
-        which infers where samples are. RAM: m or K gradients of the representation.
+        that infers where samples are. RAM: m or K gradients of the representation.
 
     Raises:
-        InvalidOperandError: The representation is not a tensor, needs no gradient, or depends on
+        InvalidOperandError: The representation is not a tensor, requires no gradient, or depends on
             another one.
         NotConnectedError: The losses do not depend on the representation.
         InvalidLossesError: The losses are not floating-point, or have no graph.
@@ -115,36 +115,37 @@ def backward(
 ) -> Losses | tuple[Losses, Tensor]:
     """A step's whole backward pass, with weights from the Gramian of :func:`compute_gramian`.
 
-    The weighted gradient of the representation goes back through the trunk by one ordinary pass,
-    whatever the number of losses. The parameters of the trunk get what ``losses.backward(weights)``
-    would give them. Hooks on the representation and on parameters run once. Hooks between the
-    representation and the losses run in the pass of each loss.
+    One ordinary pass takes the weighted gradient of the representation back through the trunk,
+    whatever the number of losses. The parameters of the trunk get the same gradients as with
+    ``losses.backward(weights)``. Hooks on the representation and on parameters run once. Hooks
+    between the representation and the losses run in the pass of each loss.
 
     Args:
         losses: As for :func:`compute_gramian`.
         representation: As for :func:`compute_gramian`.
         weighting: As for :meth:`autogram.Engine.backward`: maps the Gramian ``(m, m)`` to weights.
         batch_dim: As for :func:`compute_gramian`.
-        gradients_outside: Which gradient the leaves get that losses reach past the representation,
+        gradients_outside: The gradient of leaves on which the losses depend directly,
             such as parameters of heads: ``"sum"``, that of the sum of all losses, so that each head
-            has that of its own task, for no further pass; or ``"weighted"``, that of the weighted
-            losses, for one more pass through the heads.
+            gets that of its own task, without a further pass; or ``"weighted"``, that of the
+            weighted losses, with one more pass through the heads.
         retain_graph: Whether to keep the graph.
         return_gramian: Whether to return the Gramian as well.
 
     Returns:
-        The weights in the losses' shape, or a list or a dict of them as the losses are, and the
-        Gramian ``(m, m)`` if asked for; detached.
+        The weights in the losses' shape, or in a list or a dict like the losses; and the
+        Gramian ``(m, m)`` if requested; detached.
 
-        Cost: that of :func:`compute_gramian`, and a backward pass through the trunk. On a GPU, the
-        device is waited for, once, to see whether the weights are finite.
+        Cost: that of :func:`compute_gramian`, and a backward pass through the trunk. It waits once
+        for a GPU, to check whether the weights are finite.
 
     Raises:
         InvalidOperandError: As for :func:`compute_gramian`; or the weights have another shape, or
-            the weighting is no function of a Gramian.
-        InvalidOptionError: An option has a value that it cannot have.
-        NonFiniteError: The weights are not finite. Nothing is added to ``.grad`` then.
-        UnsupportedError: With ``"sum"``, a leaf is reached through the representation and past it.
+            the weighting is not a function of a Gramian.
+        InvalidOptionError: An option has an invalid value.
+        NonFiniteError: The weights are not finite, and nothing is added to ``.grad``.
+        UnsupportedError: With ``"sum"``, the losses depend on a leaf both through the
+            representation and around it.
         AutogramError: As for :func:`compute_gramian`.
 
     References:
@@ -173,11 +174,11 @@ def backward(
 
 
 def _objectives_of(losses: Losses, batch_dim: int | None) -> Objectives:
-    """Losses as K for each sample, in one tensor."""
+    """Losses in one tensor, K for each sample."""
     dim = dim_of(batch_dim)
     if dim == "auto":
         raise InvalidBatchDimError(
-            "`batch_dim` is 'auto', and nothing is tried out here. Pass the dimension of the "
+            "`batch_dim` is 'auto', which works only with an engine. Pass the dimension of the "
             "losses that counts the samples, or `None` for any losses."
         )
     total = as_one_tensor(losses, dim, set())
@@ -186,7 +187,7 @@ def _objectives_of(losses: Losses, batch_dim: int | None) -> Objectives:
 
 
 def _tensors_of(representation: Any) -> list[Tensor]:
-    """The tensors of the representation, of which none depends on another."""
+    """The tensors of the representation, independent of each other."""
     several = [representation] if isinstance(representation, Tensor) else representation
     if not isinstance(several, list | tuple) or not several:
         raise InvalidOperandError(
@@ -196,27 +197,27 @@ def _tensors_of(representation: Any) -> list[Tensor]:
     for tensor in several:
         if not isinstance(tensor, Tensor):
             raise InvalidOperandError(
-                f"The representation has a {type(tensor).__name__} in it. Pass tensors alone."
+                f"The representation contains a {type(tensor).__name__}. Pass only tensors."
             )
         if not tensor.requires_grad:
             raise InvalidOperandError(
-                f"The representation of shape {tuple(tensor.shape)} needs no gradient: it was "
+                f"The representation of shape {tuple(tensor.shape)} requires no gradient: it was "
                 "detached, or computed from frozen parameters alone or without gradients. Pass it "
-                "as it was before, or call `.requires_grad_()` on it before the heads read it."
+                "undetached, or call `.requires_grad_()` on it before the heads read it."
             )
     tensors = list(dict.fromkeys(several))
     nodes = {get_gradient_edge(tensor).node for tensor in tensors}
     behind = nodes_from([child for node in nodes for child, _ in node.next_functions])
     if len(tensors) > 1 and not nodes.isdisjoint(behind):
         raise InvalidOperandError(
-            "One tensor of the representation is computed from another one, whose gradient would "
-            "count twice. Pass those alone that the heads read."
+            "One tensor of the representation is computed from another, whose gradient would "
+            "count twice. Pass only the tensors that the heads read."
         )
     return tensors
 
 
 def _leaves_past(losses: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that losses reach past some tensors, and not through them."""
+    """The leaves on which losses depend around some tensors, not through them."""
     edges = map(get_gradient_edge, tensors)
     ends: set[tuple[Any, int]] = {(edge.node, edge.output_nr) for edge in edges}
     seen: set[Any] = {None}
@@ -234,8 +235,8 @@ def _leaves_past(losses: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     through = {getattr(node, "variable", None) for node in nodes_from(starts)}
     if both := [str(tuple(leaf.shape)) for leaf in past if leaf in through]:
         raise UnsupportedError(
-            f"Leaves of the shapes {listed(both)} are reached through the representation and past "
-            "it, and would get the gradient of weighted losses and of their sum. Pass a list of "
-            'all tensors that the heads read, or `gradients_outside="weighted"`.'
+            f"The losses depend on leaves of the shapes {listed(both)} through the representation "
+            "and around it: these would get the gradients of weighted losses and of their sum. "
+            'Pass a list of all tensors that the heads read, or `gradients_outside="weighted"`.'
         )
     return past

@@ -25,14 +25,14 @@ from autogram.representation._samples import owners_of
 class RowsAtTensors:
     """The gradients of all losses with respect to some tensors.
 
-    They are K rows, in each of which samples are side by side: those of the elements that belong to
-    a sample are its own. If the batch is one sample, there is a row for each loss.
+    There are K rows, each for all samples side by side: every element belongs to one
+    sample. If the batch is one sample, there is a row for each loss.
 
     Args:
         objectives: K losses for each of B samples.
-        tensors: Tensors of the forward pass, of which none depends on another.
-        leaves: Leaves that the losses reach past the tensors, and whose gradients are wanted, too.
-        retain_graph: Whether the graph between the tensors and the losses is needed after this.
+        tensors: Tensors of the forward pass, independent of each other.
+        leaves: Leaves on which the losses depend around the tensors, for their gradients.
+        retain_graph: Whether the graph between the tensors and the losses is needed later.
 
     Raises:
         MixedSamplesError: Samples meet between the tensors and the losses.
@@ -52,7 +52,7 @@ class RowsAtTensors:
         k = objectives.per_sample
         self._rows = [torch.zeros((k, *x.shape), dtype=x.dtype, device=x.device) for x in tensors]
         self.sums: dict[Tensor, Tensor] = {}
-        """The gradients of the sum of all losses, for leaves that it reaches."""
+        """The gradients of the sum of all losses, for leaves on which it depends."""
         reached = [False] * len(tensors)
         numbers = iter(range(k))
 
@@ -83,9 +83,9 @@ class RowsAtTensors:
         if missing := [i for i, is_reached in enumerate(reached) if not is_reached and passes]:
             shape = tuple(tensors[missing[0]].shape)
             raise NotConnectedError(
-                f"The losses do not depend on the representation of shape {shape}. Pass the very "
-                "tensor that the heads read, and neither a copy or a view that was made of it "
-                "besides, nor what it was before a change in place."
+                f"The losses do not depend on the representation of shape {shape}. Pass the "
+                "tensor itself that the heads read, not a copy or another view of it, and not its "
+                "value before a change in place."
             )
 
     def gramian(self) -> Tensor:
@@ -104,7 +104,7 @@ class RowsAtTensors:
             return gramian
 
     def weighted_sums(self, weights: Tensor) -> list[Tensor]:
-        """Jᵀ w for each tensor, by weights ``(k, b)``."""
+        """Jᵀ w for each tensor, for weights ``(k, b)``."""
         sums = []
         with exact(weights.device):
             for rows, owners in zip(self._rows, self._owners, strict=True):
@@ -115,10 +115,10 @@ class RowsAtTensors:
 
 
 def _outputs(objectives: Objectives) -> Iterator[tuple[Tensor | GradientEdge, Tensor]]:
-    """What to differentiate for each row, and its cotangent.
+    """The tensor to differentiate for each row, and its cotangent.
 
-    Where losses of the whole batch were put together from single ones, that is the single one:
-    zeros for the others would pass through their heads.
+    If losses of the whole batch were joined from single losses, it is the single loss:
+    otherwise, zeros for the others would pass through their heads.
     """
     losses = objectives.losses
     node, m = losses.grad_fn, losses.numel()
@@ -137,7 +137,7 @@ def _outputs(objectives: Objectives) -> Iterator[tuple[Tensor | GradientEdge, Te
 
 
 def _put_back(retained: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Gives tensors that retain their gradient the one that they had."""
+    """Restores the retained gradients of tensors."""
     for tensor, gradient in retained:
         tensor.grad = gradient
 
@@ -145,7 +145,7 @@ def _put_back(retained: Sequence[tuple[Tensor, Tensor | None]]) -> None:
 def _products(rows: Tensor, owners: Tensor, samples: int) -> Tensor:
     """Inner products of rows ``(k, *shape)`` for each sample, ``(k, k, b)``.
 
-    Those of different samples are zero: no element belongs to two.
+    Those of different samples are zero: no element belongs to two samples.
     """
     k = len(rows)
     if samples == 1:

@@ -1,4 +1,4 @@
-"""Which sample each element of a tensor belongs to, in the gradients of per-sample losses."""
+"""Finds the sample of each element of a tensor, in the gradients of per-sample losses."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autogram.errors import MixedSamplesError
 
 
 def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The number of the sample of each element of some tensors, with size 1 where it is equal.
+    """The sample numbers of each element of some tensors, with size 1 along constant dimensions.
 
-    It holds for any values. Elements whose gradient is zero may have any number.
+    The numbers hold for any values. Elements whose gradient is zero may have any number.
 
     Raises:
-        MixedSamplesError: An element belongs to several samples, or it cannot be told.
-        UnsupportedError: There is a nested tensor.
+        MixedSamplesError: An element belongs to several samples, or its sample is unknown.
+        UnsupportedError: The graph contains a nested tensor.
     """
     losses, layout = objectives.losses, objectives.layout
     if layout is None or not losses.numel():
@@ -33,7 +33,7 @@ def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]
     edges = [Edge(edge.node, edge.output_nr) for edge in map(get_gradient_edge, tensors)]
     behind = set(nodes)
     if not all(edge.node in behind for edge in edges):
-        return [_none_of(tensor) for tensor in tensors]  # the pass tells that it is not connected
+        return [_none_of(tensor) for tensor in tensors]  # the pass will raise NotConnectedError
     root = Edge(losses.grad_fn, losses.output_nr)
     start = Places.along(losses.shape, layout.dim)
     finding, in_graph = infer(root, start, nodes, edges, Channel())
@@ -49,15 +49,15 @@ def owners_of(objectives: Objectives, tensors: Sequence[Tensor]) -> list[Tensor]
 
 
 def _none_of(tensor: Tensor) -> Tensor:
-    """All elements as those of one sample."""
+    """Assigns all elements to one sample."""
     return torch.zeros((1,) * tensor.dim(), dtype=torch.int64, device=tensor.device)
 
 
 def _message(cause: str) -> str:
-    """What is wrong, and what to do."""
+    """The error message."""
     return (
-        "The samples meet between the representation and the losses, so that an element of the "
-        f"representation has gradients of several samples, or it cannot be told. {cause}. Batch "
+        "The samples meet between the representation and the losses: an element of the "
+        f"representation belongs to several samples, or its sample is unknown. {cause}. Batch "
         "normalisation in training mode mixes samples, and so does a representation that all "
         "samples share. Pass `batch_dim=None` (exact for any losses, a pass for each loss)."
     )

@@ -82,8 +82,8 @@ def unregister_rule(*functions: Callable[..., Any]) -> None:
     for function in functions:
         if find_rule(function) is None:
             raise RuleError(
-                f"`{function}` has no rule that could be forgotten. Pass a function that "
-                "`register_rule` was given."
+                f"`{function}` has no rule to remove. Pass a function that was passed to "
+                "`register_rule`."
             )
         del _RULES[_as_seen(function)]
         _OF_COMPLEX.discard(_as_seen(function))
@@ -93,7 +93,7 @@ def unregister_rule(*functions: Callable[..., Any]) -> None:
 def _check(function: Callable[..., Any], rule: Rule) -> None:
     if isinstance(_as_seen(function), type) or not callable(function):
         raise RuleError(
-            f"`{function}` cannot have a rule: its calls are not seen. Register the torch "
+            f"`{function}` cannot have a rule: engines do not see its calls. Register the torch "
             "functions that it calls, or write it as a `torch.autograd.Function`."
         )
     former = find_rule(function)

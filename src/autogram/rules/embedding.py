@@ -147,5 +147,5 @@ def check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None 
     if scale_grad_by_freq:
         raise UnsupportedError(
             f"`{function}` was called with `scale_grad_by_freq=True`, which divides gradients by "
-            "the counts of tokens in the batch: they are of no objective. Set it to False."
+            "the counts of tokens in the batch: they belong to no objective. Set it to False."
         )

@@ -190,8 +190,8 @@ class Replay:
         samples = owners.amax(0)
         if bool(((owners >= 0) & (owners != samples)).any()):
             raise MixedSamplesError(
-                "Samples follow each other within one packed sequence, and a recurrent layer hands "
-                "its state from one to the next. Pack each sample as a sequence of its own, or "
-                "pass `batch_dim=None` to `Engine` (exact for any losses, slower)."
+                "Samples follow each other within one packed sequence, and a recurrent layer "
+                "passes its state from one to the next. Pack each sample as a separate sequence, "
+                "or pass `batch_dim=None` to `Engine` (exact for any losses, slower)."
             )
         return Routed(0, layout.batch, samples if has_cotangent.any() else samples.clamp(min=0))

@@ -1,4 +1,4 @@
-"""How far weights are at most from those that a projection asks for.
+"""A bound on the distance between computed weights and the exact projection.
 
 Let v >= u be any point of the program min v A v for v >= u, v* its solution, and A >= d I. With
 y = A v, the optimality of v* gives, for e = v - v*,
@@ -26,16 +26,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Certificate:
-    """How exact some weights are.
+    """The accuracy of some weights.
 
     Attributes:
-        method: ``"pivoting"``, which is exact but for rounding, or ``"newton"`` or ``"splitting"``,
+        method: ``"pivoting"``, which is exact up to rounding, or ``"newton"`` or ``"splitting"``,
             which iterate.
         iterations: Steps of the method.
-        error: At least the norm of w - w*, relative to the norm of the weights w. The exact weights
-            w* are those of the Gramian that was passed, normalised and regularised, and without
-            negative eigenvalues that rounding has made.
-        tolerance: The largest error that is accepted.
+        error: An upper bound on the norm of w - w*, relative to the norm of the weights w. The
+            exact weights w* belong to the given Gramian, normalised and regularised, and without
+            negative eigenvalues from rounding.
+        tolerance: The largest accepted error.
     """
 
     method: Literal["pivoting", "newton", "splitting"]
@@ -50,14 +50,14 @@ class Certificate:
 
 
 def error_of(bounds: Tensor, gramian: Tensor, shift: float, point: Tensor) -> Tensor:
-    """A bound of the error of the sum w of all rows of a point, relative to the norm of w.
+    """A bound on the error of the sum w of all rows of a point, relative to the norm of w.
 
-    Where rows cancel in w, the error is relative to the root of the sum of their squared norms.
+    If rows cancel in w, the error is relative to the root of the sum of their squared norms.
 
     Args:
         bounds: u, ``(s, m)``.
         gramian: A, ``(m, m)``.
-        shift: d, which A is at least.
+        shift: d, a lower bound on A.
         point: v, ``(s, m)``, not below the bounds.
     """
     pull, excess = point @ gramian, point - bounds

@@ -16,7 +16,7 @@ from autogram.weightings.scale import WeightScale, check_scale, scaled
 
 
 class _DualCone:
-    """A weighting by projections, with preferences, a projector and a scale."""
+    """A weighting that projects, with preferences, a projector and a scale."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class _DualCone:
 
     @property
     def certificate(self) -> Certificate | None:
-        """How well the last weights fulfil the optimality conditions."""
+        """The accuracy of the last weights."""
         return self.projector.certificate
 
     def _preferences(self, gramian: Tensor) -> Tensor:
@@ -54,8 +54,8 @@ class _DualCone:
             return torch.full((m,), 1 / max(m, 1), dtype=torch.float64, device=gramian.device)
         if len(self.pref_vector) != m:
             raise InvalidOperandError(
-                f"There are preferences of {len(self.pref_vector)} objectives, and the Gramian is "
-                f"of {m}. Pass one for each in `pref_vector`."
+                f"There are {len(self.pref_vector)} preferences, and the Gramian has {m} "
+                "objectives. Pass one for each in `pref_vector`."
             )
         return self.pref_vector.to(gramian.device, torch.float64)
 
@@ -64,30 +64,30 @@ class _DualCone:
 
 
 class UPGrad(_DualCone):
-    r"""The weights of UPGrad: the gradient of each objective is projected, and all are added up.
+    r"""The weights of UPGrad: each objective's gradient is projected, and the results are added.
 
     The method and its parameters are those of torchjd's ``UPGradWeighting``, with another solver:
-    all m quadratic programs are solved together, on the Gramian's device, by operations on (m, m)
-    matrices. The combination of gradients with these weights has no negative inner product with any
+    all m quadratic programs are solved together, on the Gramian's device, with operations on (m, m)
+    matrices. The weighted combination of gradients has no negative inner product with any
     gradient, up to the regularisation.
 
     With ``samples=s``, only s of the m rows are projected, times m / s, for s / m of the cost. Each
-    projection is in the dual cone, so that the step conflicts with no gradient, as before. The
-    expectation of the weights is that of all rows. Their variance, the expected squared distance
+    projection is in the dual cone, so the step conflicts with no gradient, as before. The
+    expected weights are those of all rows. Their variance, the expected squared distance
     from the weights w = sum of all v_i, is m^2 / s * (1 - s / m) * V, with V = sum of
     \|v_i - w / m\|^2 / (m - 1), as always when drawing without replacement.
 
     Args:
         pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
-        projector: How to project, with the normalisation, the regularisation and the tolerance.
+        projector: The solver, with the normalisation, the regularisation and the tolerance.
         scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
             by their sum, so that a learning rate for the mean loss keeps its meaning.
-        samples: How many rows to project, chosen at random in each call; all if ``None``.
-        seed: The seed of the generator of this choice, ``generator``, which nothing else uses.
+        samples: The number of rows to project, chosen at random in each call; all if ``None``.
+        seed: The seed of ``generator``, which draws only this choice.
 
     Raises:
-        InvalidOperandError: ``pref_vector`` is no vector.
-        InvalidOptionError: ``scale`` is no choice, or ``samples`` is not positive, or is given
+        InvalidOperandError: ``pref_vector`` is not a vector.
+        InvalidOptionError: ``scale`` has another value, or ``samples`` is not positive, or is given
             together with a projector with a fixed number of iterations: a CUDA graph would choose
             the same rows in each replay.
 
@@ -120,8 +120,8 @@ class UPGrad(_DualCone):
             samples = count_of("samples", samples, ", or `None`")
         if samples is not None and self.projector.iterations is not None:
             raise InvalidOptionError(
-                "`samples` and a projector with `iterations` are given. A CUDA graph would choose "
-                "the same samples in each replay. Leave out one of them."
+                "Both `samples` and a projector with `iterations` are given. A CUDA graph would "
+                "choose the same samples in each replay. Leave out one of them."
             )
         self.samples = samples
         self.generator = torch.Generator("cpu").manual_seed(seed)
@@ -133,7 +133,7 @@ class UPGrad(_DualCone):
         some ten to fifty products of (m, m) matrices.
 
         Raises:
-            InvalidOperandError: The matrix is no Gramian, or does not fit the preferences.
+            InvalidOperandError: The matrix is not a Gramian, or does not fit the preferences.
             NonFiniteError: The matrix has entries that are infinite or not a number.
 
         Warns:
@@ -154,13 +154,13 @@ class DualProj(_DualCone):
 
     Args:
         pref_vector: The preferences of the objectives, ``(m,)``; all equal to 1/m if ``None``.
-        projector: How to project, with the normalisation, the regularisation and the tolerance.
+        projector: The solver, with the normalisation, the regularisation and the tolerance.
         scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
             by their sum, so that a learning rate for the mean loss keeps its meaning.
 
     Raises:
-        InvalidOperandError: ``pref_vector`` is no vector.
-        InvalidOptionError: ``scale`` is no choice.
+        InvalidOperandError: ``pref_vector`` is not a vector.
+        InvalidOptionError: ``scale`` has another value.
 
     References:
         Lopez-Paz and Ranzato, Gradient Episodic Memory for Continual Learning, 2017,
@@ -174,7 +174,7 @@ class DualProj(_DualCone):
         tens of products of an (m, m) matrix with a vector.
 
         Raises:
-            InvalidOperandError: The matrix is no Gramian, or does not fit the preferences.
+            InvalidOperandError: The matrix is not a Gramian, or does not fit the preferences.
             NonFiniteError: The matrix has entries that are infinite or not a number.
 
         Warns:

@@ -1,12 +1,12 @@
-"""A preconditioner for the systems of Newton's method: A is near L L' + t I, L of few columns.
+"""A preconditioner for Newton's method: A is approximated by L L' + t I, where L has few columns.
 
-With an orthonormal basis Q near the largest eigenvectors of A, which subspace iteration finds,
+With an orthonormal basis Q near the largest eigenvectors of A, found by subspace iteration,
 Nyström's approximation of A is (A Q) (Q' A Q)^-1 (A Q)' = L L'. The rest of A counts as t I. A
-system has the free entries F of its row only, and Woodbury's identity inverts its block,
+system contains only the free entries F of its row, and Woodbury's identity inverts its block,
 
     (L_F L_F' + t I)^-1 = (I - L_F (t I + L_F' L_F)^-1 L_F') / t,
 
-by one (r, r) system for each row. One product gives all matrices L_F' L_F: of the masks F with the
+with one (r, r) system for each row. One product gives all matrices L_F' L_F: the masks F times the
 products of each two columns of L.
 
 Frangella, Tropp and Udell, Randomized Nyström Preconditioning, 2023, doi:10.1137/21M1466244.
@@ -31,7 +31,7 @@ class LowRank:
     def __init__(self, gramian: Tensor, shift: float) -> None:
         m = len(gramian)
         rank = min(m, max(8, round(1.5 * m**0.5 / 8) * 8))
-        # Columns without structure, the same in each call.
+        # Unstructured columns, the same in each call.
         numbers = torch.arange(m * rank, dtype=torch.float64, device=gramian.device)
         basis = ((numbers * 0.6180339887).frac() - 0.5).view(m, rank).to(gramian.dtype)
         for _ in range(_SUBSPACE_ITERATIONS):
@@ -43,7 +43,7 @@ class LowRank:
         self._columns = torch.linalg.solve_triangular(factor, image.mT, upper=False).mT
         rest = gramian.diagonal().sum() - self._columns.square().sum()
         self.level = (rest / m).clamp(min=shift)  # t
-        # Products of two columns, and where each of them is in an (r, r) matrix.
+        # Products of two columns, and the place of each in an (r, r) matrix.
         i, j = torch.tril_indices(rank, rank, device=gramian.device)
         self._pairs = self._columns[:, i] * self._columns[:, j]
         self._places = torch.empty(rank, rank, dtype=torch.long, device=gramian.device)

@@ -1,19 +1,19 @@
-"""Projections onto a dual cone by a semismooth Newton method: for many objectives.
+"""Projections onto a dual cone with a semismooth Newton method: for many objectives.
 
-The program min v A v for v >= u, with A = K + d I, is solved by the v at which
+The solution of the program min v A v for v >= u, with A = K + d I, is the v at which
 
     n(v) = min(v - u, A v / d)
 
 is zero: v is at its bound u where A v is positive, and A v is zero where v is free. K n(v) is the
-gradient of a convex function of v, so that the length of a step can be chosen by slopes. A Newton
-step makes v equal to u at the bound entries B, and solves A_FF v_F = -A_FB u_B for the free
+gradient of a convex function of v, so slopes can determine the length of a step. A Newton
+step sets v to u at the bound entries B, and solves A_FF v_F = -A_FB u_B for the free
 entries F. All rows take their steps together:
 
 * One product of (m, m) matrices serves all rows, in a step and in an iteration of its solver.
-* The systems are solved by conjugate gradients, to a part of the step that they belong to, with the
+* Conjugate gradients solve the systems, to a fraction of their step, with the
   preconditioner of `low_rank`.
-* The norm of n(v) is about the bound of the error of v that `certificate` computes. Rows whose norm
-  is small leave the iteration.
+* The norm of n(v) is about the error bound of v that `certificate` computes. Rows with a small
+  norm leave the iteration.
 
 Hintermüller, Ito and Kunisch, The Primal-Dual Active Set Strategy as a Semismooth Newton Method,
 2002, doi:10.1137/S1052623401383558.
@@ -28,19 +28,19 @@ from torch import Tensor
 
 from autogram.weightings.low_rank import LowRank
 
-# A step is shortened if the slope at its end is this part of the slope at its beginning, but not if
-# it makes the norm of n(v) smaller by this part.
+# A step is shortened if the slope at its end exceeds this part of the slope at its beginning,
+# unless it reduces the norm of n(v) to this part.
 _STEEP = 0.5
 _SMALLER = 0.5
 _HALVINGS = 7
 # Conjugate gradients end when the error of a row, in the metric of A, is this part of its step, and
-# its residual this part of n(v), or after so many iterations.
+# its residual this part of n(v), or after this number of iterations.
 _INNER_ERROR = 0.15
 _INNER_RESIDUAL = 0.25
 _MOST_INNER = 25
-# They also end when this part of the rows is left, for which a new step is cheaper.
+# They also end when this part of the rows is left: a new step is then cheaper.
 _FEW = 0.2
-# Rows that have ended leave the iteration once they are this part of all.
+# Finished rows leave the iteration once they are this part of all.
 _ENDED = 0.2
 
 
@@ -52,7 +52,7 @@ class _Rows(NamedTuple):
         excess: v - u, ``(s, m)``.
         pull: A v, ``(s, m)``.
         residual: n(v), ``(s, m)``.
-        side: Positive at the entries that are free in the next step, ``(s, m)``.
+        side: Positive at entries that are free in the next step, ``(s, m)``.
     """
 
     size: Tensor
@@ -74,10 +74,10 @@ def newton(
     Args:
         bounds: ``(s, m)``.
         gramian: A, in the dtype of the iteration.
-        point: Where to start, ``(s, m)``.
-        shift: d, which A is at least.
-        goal: The sum of all rows' errors that is aimed at, relative to the norm of their sum.
-        most: The number of steps after which to stop.
+        point: The start, ``(s, m)``.
+        shift: d, a lower bound on A.
+        goal: The target for the sum of all rows' errors, relative to the norm of their sum.
+        most: The largest number of steps.
 
     Returns:
         v - u ``(s, m)``, and the number of steps.
@@ -85,7 +85,7 @@ def newton(
     rows, model = _first_rows(bounds, gramian, point, shift), None
     whole, places = rows.excess, torch.arange(len(bounds), device=bounds.device)
     total, ended = point.sum(0), gramian.new_zeros(())
-    # An entry below its bound is raised in the end, which changes n(v) by about so much.
+    # At the end, an entry below its bound is raised, which changes n(v) by about this factor.
     weight = gramian.norm(dim=1).amax() / shift
     rounding = torch.finfo(gramian.dtype).eps * gramian.norm() / shift  # of n(v), relative to v
     for count in range(most + 1):
@@ -131,7 +131,7 @@ def _residual(excess: Tensor, pull: Tensor, shift: float) -> Tensor:
 def _step(
     rows: _Rows, gramian: Tensor, shift: float, model: LowRank, *, is_fixed: bool = False
 ) -> tuple[_Rows, Tensor]:
-    """The rows after a step, and by how much their sum became smaller."""
+    """The rows after a step, and the decrease of their sum."""
     size, excess, pull, residual, side = rows
     free = side.sign().clamp_(min=0)
     factors, t = model.factors(free), model.level
@@ -156,8 +156,8 @@ def _step(
     rounding = 8 * torch.finfo(step.dtype).eps * (size + _norm(excess) + _norm(step))
     is_steep = end_slope > _STEEP * slope + rounding * _norm(curved)
     is_long = is_steep & (_norm(end_residual) > _SMALLER * _norm(residual))
-    # A v / d is far from v - u wherever a system was not solved exactly. So signs decide which
-    # entries are free, but after a shortened step, where the slope has to fall for sure.
+    # If a system was not solved exactly, A v / d is far from v - u. Therefore, signs decide which
+    # entries are free, except after a shortened step, where the slope must fall.
     ends = [end, end_pull, end_residual, torch.lerp(-end_pull, end, free)]
     places = torch.arange(len(step), device=step.device)
     if not is_fixed:
@@ -178,13 +178,13 @@ class _Systems(NamedTuple):
     """The systems A_FF D_F = (A v)_F - A_FB D_B of a step, one for each row.
 
     Attributes:
-        step: D, which is right at the bound entries, ``(s, m)``.
+        step: D, which is correct at the bound entries, ``(s, m)``.
         image: A D, ``(s, m)``.
         right: (A v - A D)_F, ``(s, m)``.
         free: 1 at the free entries, 0 at the others, ``(s, m)``.
-        factors: Of the preconditioner, ``(s, r, r)``.
-        most_energy: t times the squared error that is accepted, in the metric of A, ``(s, 1)``.
-        most_norm: The norm of ``right`` that is accepted, ``(s, 1)``.
+        factors: Those of the preconditioner, ``(s, r, r)``.
+        most_energy: t times the accepted squared error, in the metric of A, ``(s, 1)``.
+        most_norm: The accepted norm of ``right``, ``(s, 1)``.
     """
 
     step: Tensor
@@ -203,7 +203,7 @@ class _Systems(NamedTuple):
 def _refine(
     systems: _Systems, gramian: Tensor, model: LowRank, *, is_fixed: bool
 ) -> tuple[Tensor, Tensor]:
-    """D and A D, with the systems solved by conjugate gradients."""
+    """D and A D, from conjugate gradients."""
     step, image = systems.step, systems.image
     places = torch.arange(len(step), device=step.device)
     tiny = torch.finfo(step.dtype).tiny

@@ -1,10 +1,10 @@
 """Projections onto a dual cone by pivoting: exact, for few objectives.
 
-The program min v G v for v >= u is solved by its active set: the entries of v that are at their
+The active set determines the solution of min v G v for v >= u: the entries of v that are at their
 bounds. The other entries are free, and follow from a linear system. An entry is on the wrong side
 if it is free and below its bound, or bound and G v is negative there. All such entries change sides
-at once, as long as their number falls; if it does not, only the last of them changes sides, which
-comes to an end for every positive definite G.
+at once, as long as their number falls; otherwise, only the last of them changes sides, which
+terminates for every positive definite G.
 
 Júdice and Pires, A Block Principal Pivoting Algorithm for Large-Scale Strictly Monotone Linear
 Complementarity Problems, 1994, doi:10.1016/0305-0548(94)90106-6.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# How often all entries change sides without becoming fewer, before they do so one by one.
+# The number of steps without progress in which all entries change sides, before they do so singly.
 _PATIENCE = 3
 
 
@@ -25,18 +25,18 @@ def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple
     Args:
         bounds: ``(s, m)``.
         gramian: G, positive definite.
-        most: The number of steps after which to stop, solved or not.
+        most: The largest number of steps, solved or not.
         is_bound: A guess of the entries at their bounds, ``(s, m)``.
 
     Returns:
         v ``(s, m)``, and the number of steps.
     """
     weights = bounds.clone()
-    rows = torch.arange(len(bounds), device=bounds.device)  # those that are not solved
+    rows = torch.arange(len(bounds), device=bounds.device)  # unsolved rows
     fewest = torch.full_like(rows, bounds.shape[1] + 1)
     patience = torch.full_like(rows, _PATIENCE)
     numbers = torch.arange(bounds.shape[1], device=bounds.device)
-    # Below this, a sign is rounding.
+    # Below this, a sign is a rounding error.
     slack = torch.finfo(bounds.dtype).eps * gramian.shape[0]
     for step in range(1, most + 1):
         u = bounds[rows]
@@ -61,7 +61,7 @@ def pivot(bounds: Tensor, gramian: Tensor, most: int, is_bound: Tensor) -> tuple
 
 
 def _solve(u: Tensor, gramian: Tensor, is_bound: Tensor) -> Tensor:
-    """The v that is u at bound entries, and for which G v is zero at free ones."""
+    """The v with v = u at bound entries, and G v = 0 at free ones."""
     is_free = ~is_bound
     both = is_free.unsqueeze(2) & is_free.unsqueeze(1)
     matrix = torch.where(both, gramian, 0) + torch.diag_embed(is_bound.to(gramian.dtype))

@@ -18,35 +18,35 @@ from autogram.weightings.newton import newton, newton_steps
 from autogram.weightings.pivoting import pivot
 from autogram.weightings.splitting import polish, split
 
-# Pivoting is chosen if one step has at most this many multiply-adds.
+# Pivoting is chosen if one step takes at most this many multiply-adds.
 _MOST_FOR_PIVOTING = 2**22
 _MOST_PIVOTS = 40
-_MOST_NEWTON_STEPS = 30  # of each dtype
-# What Newton's method aims at, as a part of the tolerance, and the least aim in float32.
+_MOST_NEWTON_STEPS = 30  # in each dtype
+# The target of Newton's method, as a part of the tolerance, and the smallest target in float32.
 _AIM = 0.8
 _LEAST_IN_FLOAT32 = 1e-5
 # Splitting is polished if the error is at most this.
 _FAR = 1.0
-# A Gramian counts as positive semidefinite down to this part of the regularisation.
+# A Gramian counts as positive semidefinite down to minus this part of the regularisation.
 _NEGATIVE = 0.1
 
 
 class Projector:
-    """Projects vectors Jᵀ u onto the dual cone of the rows of J, by the Gramian G = J Jᵀ.
+    """Projects vectors Jᵀ u onto the dual cone of the rows of J, using the Gramian G = J Jᵀ.
 
     The projection of Jᵀ u is Jᵀ v with the v that minimises v G v for v >= u (Quinton and Rey 2024,
-    arXiv:2406.16232, proposition 1). All programs are solved together: by pivoting where that is
-    cheap, else by Newton's method, and by splitting where neither converges. Pivoting starts from
+    arXiv:2406.16232, proposition 1). All programs are solved together: by pivoting if that is
+    cheap, else by Newton's method, and by splitting if neither converges. Pivoting starts from
     the solution of the last call, if the shapes are equal.
 
     Args:
         norm_eps: A Gramian with a smaller trace counts as zero. Others are divided by their trace.
-        reg_eps: A number that is added to the diagonal after that.
-        tolerance: The largest error of the weights that is accepted, relative to their norm, as
-            :class:`Certificate` states it. Of several vectors, the weights are added up.
-        most: The number of iterations of splitting after which to stop.
-        iterations: A fixed number of steps of Newton's method, whatever the size, for CUDA graphs:
-            nothing is checked, nothing is remembered, and nothing waits for the device.
+        reg_eps: A number that is then added to the diagonal.
+        tolerance: The largest accepted error of the weights, relative to their norm, as in
+            :class:`Certificate`. For several vectors, the weights are added up.
+        most: The largest number of iterations of splitting.
+        iterations: A fixed number of Newton steps for any size, for CUDA graphs: such a call
+            checks nothing, remembers nothing, and does not wait for the device.
 
     Attributes:
         certificate: The certificate of the last call; ``None`` with a fixed number of iterations.
@@ -141,18 +141,18 @@ class Projector:
         self.certificate = certificate
         if not certificate.is_optimal:
             warn_user(
-                f"The weights are exact to {certificate.error:.1e}, and not to "
-                f"{self.tolerance:.1e}. Pass a larger `reg_eps`, `most` or `tolerance`.",
+                "Pass a larger `reg_eps`, `most` or `tolerance`: the weights are exact to "
+                f"{certificate.error:.1e}, not to {self.tolerance:.1e}.",
                 InexactWeightsWarning,
             )
         return weights
 
     def _error(self, bounds: Tensor, gramian: Tensor, point: Tensor) -> float:
-        """A bound of the relative error of the sum of some rows."""
+        """A bound on the relative error of the sum of some rows."""
         return float(error_of(bounds, gramian, (1 - _NEGATIVE) * self.reg_eps, point))
 
     def _pivot(self, bounds: Tensor, gramian: Tensor, start: Tensor) -> tuple[Tensor, Certificate]:
-        """The weights by pivoting, from the active set of the last call if there is one."""
+        """The weights from pivoting, starting at the active set of the last call, if any."""
         last = self._last
         if last is not None and last.shape == bounds.shape and last.device == bounds.device:
             start = last
@@ -162,7 +162,7 @@ class Projector:
         return weights, Certificate("pivoting", count, error, self.tolerance)
 
     def _newton(self, bounds: Tensor, gramian: Tensor, start: Tensor) -> tuple[Tensor, Certificate]:
-        """The weights by Newton's method: in float32, and in float64 where that is too coarse."""
+        """The weights from Newton's method: in float32, then in float64 if that is too coarse."""
         count, aim, error = 0, _AIM * self.tolerance, torch.inf
         for dtype, goal in (
             (torch.float32, max(aim, _LEAST_IN_FLOAT32)),
@@ -178,7 +178,7 @@ class Projector:
         return start, Certificate("newton", count, error, self.tolerance)
 
     def _split(self, bounds: Tensor, gramian: Tensor, start: Tensor) -> tuple[Tensor, Certificate]:
-        """The weights by splitting, polished whenever the active set may be right."""
+        """The weights from splitting, polished whenever the active set may be correct."""
         best, error = start, torch.inf
 
         def is_done(point: Tensor) -> bool:

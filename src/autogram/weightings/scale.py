@@ -1,4 +1,4 @@
-"""The length of steps: what weights add up to."""
+"""The length of steps: the sum of the weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ WeightScale = Literal["method", "mean"]
 
 
 def check_scale(scale: WeightScale) -> None:
-    """Refuses what is no choice of a scale."""
+    """Refuses an unknown scale."""
     if scale not in get_args(WeightScale):
         raise InvalidOptionError(f'`scale` is {scale!r}. Pass "method" or "mean".')
 
 
 def scaled(weights: Tensor, scale: WeightScale) -> Tensor:
-    """The weights ``(m,)`` as they are, or divided by their sum for ``"mean"``.
+    """The weights ``(m,)``, unchanged, or for ``"mean"`` divided by their sum.
 
-    Weights whose sum is not positive stay as they are.
+    Weights whose sum is not positive are unchanged.
     """
     if scale == "method":
         return weights

@@ -1,6 +1,6 @@
-"""Projections onto a dual cone by operator splitting (ADMM): slow and sure.
+"""Projections onto a dual cone by operator splitting (ADMM): slow but robust.
 
-All programs share one matrix, so that an iteration for all of them is one product of (m, m)
+All programs share one matrix, so an iteration for all of them is one product of (m, m)
 matrices. The penalty follows the ratio of both residuals.
 
 Boyd, Parikh, Chu, Peleato and Eckstein, Distributed Optimization and Statistical Learning via the
@@ -17,7 +17,7 @@ from torch import Tensor
 _RELAXATION = 1.7
 # Iterations from one check of the residuals, which waits for the device, to the next.
 _CHUNK = 20
-# Further steps inside of the free entries, from an iterate whose active set is about right.
+# Further steps within the free entries, from an iterate whose active set is nearly correct.
 _POLISHING = 10
 
 
@@ -33,9 +33,9 @@ def split(
     Args:
         bounds: ``(s, m)``.
         gramian: G, positive definite.
-        point: Where to start, ``(s, m)``.
+        point: The start, ``(s, m)``.
         is_done: Called with the iterate v ``(s, m)`` after each chunk of iterations.
-        most: The number of iterations after which to stop.
+        most: The largest number of iterations.
 
     Returns:
         The number of iterations.
@@ -56,7 +56,7 @@ def split(
         is_solved = is_done(z)
         ratio = (x - z).norm() / (z - before).norm().clamp(min=torch.finfo(z.dtype).tiny)
         change = torch.where((ratio > 5) | (ratio < 0.2), ratio.clamp(0.01, 100).sqrt(), 1.0)
-        # Where the primal residual is larger, a larger penalty brings it down.
+        # If the primal residual is larger, a larger penalty reduces it.
         y, penalty = y / change, penalty * change
     return count
 
@@ -73,9 +73,9 @@ def _first_penalty(gramian: Tensor) -> Tensor:
 
 
 def polish(bounds: Tensor, gramian: Tensor, point: Tensor) -> Tensor:
-    """Conjugate gradients in the free entries, as far as no bound is crossed.
+    """Conjugate gradients in the free entries.
 
-    A row that would leave its bounds stays as it was.
+    A row that would cross its bounds is unchanged.
     """
     is_free = point > bounds
     v = point

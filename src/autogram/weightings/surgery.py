@@ -1,7 +1,7 @@
 """Weightings that change each gradient by the others, one after another: PCGrad and GradVac.
 
-The changes of one gradient depend on each other, but the changes of different gradients do not. So
-one step changes all m gradients, by an operation on (m, m) matrices.
+The changes of one gradient depend on each other, but the changes of different gradients do not.
+One step therefore changes all m gradients, with an operation on (m, m) matrices.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def _orders(gramian: Tensor) -> Tensor:
 
 
 class PCGrad:
-    """The weights of PCGrad: each gradient is projected off those that it conflicts with, in turn.
+    """The weights of PCGrad: each gradient is projected off conflicting gradients, in turn.
 
     The method is that of torchjd's ``PCGradWeighting``. The random orders are drawn on the
-    Gramian's device, so that they differ from torchjd's for the same seed.
+    Gramian's device, so they differ from torchjd's for the same seed.
 
     Args:
         scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
             by their sum, so that a learning rate for the mean loss keeps its meaning.
 
     Raises:
-        InvalidOptionError: ``scale`` is no choice.
+        InvalidOptionError: ``scale`` has another value.
 
     Example:
         >>> import torch
@@ -57,7 +57,7 @@ class PCGrad:
         Cost: m operations on (m, m) matrices; the check of the Gramian waits for a GPU once.
 
         Raises:
-            InvalidOperandError: It is no Gramian.
+            InvalidOperandError: The matrix is not a Gramian.
             NonFiniteError: It has entries that are infinite or not a number.
         """
         check_gramian(gramian)
@@ -72,21 +72,21 @@ class PCGrad:
 
 
 class GradVac:
-    """The weights of GradVac: gradients whose cosine is below its target are moved nearer.
+    """The weights of GradVac: gradients whose cosine is below its target are moved closer.
 
     The method and its parameters are those of torchjd's ``GradVacWeighting``. The target of a pair
     of gradients is a moving average of its cosines. Targets start at zero, and start again if the
     number of objectives changes.
 
     Args:
-        beta: The part of a new cosine in the moving average, from 0 to 1.
+        beta: The weight of a new cosine in the moving average, from 0 to 1.
         eps: A number that is added to denominators.
         scale: ``"method"`` leaves the weights as the method defines them. ``"mean"`` divides them
             by their sum, so that a learning rate for the mean loss keeps its meaning.
 
     Raises:
-        InvalidOptionError: ``beta`` is not in [0, 1], ``eps`` is negative, or ``scale`` is no
-            choice.
+        InvalidOptionError: ``beta`` is not in [0, 1], ``eps`` is negative, or ``scale`` has
+            another value.
 
     References:
         Wang et al., Gradient Vaccine: Investigating and Improving Multi-task Optimization in
@@ -112,11 +112,11 @@ class GradVac:
     def __call__(self, gramian: Tensor) -> Tensor:
         """The weights ``(m,)`` for a Gramian ``(m, m)``, in its dtype and on its device.
 
-        Cost: some times m operations on (m, m) matrices; the check of the Gramian waits for a GPU
+        Cost: a few times m operations on (m, m) matrices; the check of the Gramian waits for a GPU
         once.
 
         Raises:
-            InvalidOperandError: It is no Gramian.
+            InvalidOperandError: The matrix is not a Gramian.
             NonFiniteError: It has entries that are infinite or not a number.
         """
         check_gramian(gramian)

@@ -117,7 +117,7 @@ def test_a_wrong_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Tokens()
     engine = Engine(model, batch_dim=0)
     losses = per_sample(model(batch(4, 7, 3)))
-    with pytest.raises(VerificationError, match=r"samples are mixed, or are elsewhere") as error:
+    with pytest.raises(VerificationError, match=r"samples are mixed, or the engine") as error:
         engine.compute_gramian(losses)
     assert error.value.is_of_samples
     assert set(error.value.gaps) == {"layer.weight", "layer.bias"}

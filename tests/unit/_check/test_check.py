@@ -146,8 +146,8 @@ def test_rows_with_advice(files: Files) -> None:
     assert code == 0
     assert "Explicit rows: `last.bias` in kron (12 numbers)" in out
     assert "registered_functions" in out
-    assert "Explicit rows: `scale` in the losses (12 numbers). No recorded call" in out
-    assert "Warning: Some parameters are used where calls are not recorded" in out
+    assert "Explicit rows: `scale` in the losses (12 numbers). Use it in the `forward`" in out
+    assert "Warning: Use these parameters in the `forward` of a module" in out
 
 
 def test_json_has_it_all(files: Files) -> None:
@@ -239,11 +239,11 @@ NOT_RIGHT = {
     ),
     "model": (
         "def make():\n    return 1, sizes(x)",
-        "The model is of type `int`, and no module. Return",
+        "The model is a `int`, not a module. Return",
     ),
     "modules": (
         "def make():\n    return [], sizes(x)",
-        "The model is of type `list`, and no module. Return",
+        "The model is a `list`, not a module. Return",
     ),
     "losses": (
         "def make():\n    return Net(), lambda: [1]",
@@ -251,7 +251,7 @@ NOT_RIGHT = {
     ),
     "another": (
         "def make():\n    m = Net()\n    return m, sizes(m.last(m.first(x)))",
-        "not computed by calling the model that the function returned. Return `(model, function)`",
+        "Return `(model, function)` instead, with a function that computes the losses",
     ),
     "no function": (
         "make = 3",
@@ -387,7 +387,8 @@ def test_no_objective(files: Files) -> None:
     code, out, err = files.check(source)
     assert (code, out) == (2, "")
     assert (
-        "There are no objectives: the losses have the shape (0,). Return losses of a batch" in err
+        "There are no objectives: the losses have the shape (0,). Return the losses of a batch"
+        in err
     )
 
 

@@ -78,7 +78,7 @@ def test_no_other_name_is_in_the_package() -> None:
         _ = _compiled.other
 
 
-@pytest.mark.filterwarnings("ignore:A compiled part hides")
+@pytest.mark.filterwarnings("ignore::autogram.CompiledPartWarning")
 def test_unknown_version_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """One warning, and explicit rows."""
     monkeypatch.setattr(backend, "missing", lambda: ("torch.no_such_name",))
@@ -103,9 +103,7 @@ def test_other_backends(is_whole: bool) -> None:
         run = model
     engine = Engine(model)
     losses = run(torch.randn(4, 3)).square().sum(1)
-    with pytest.warns(
-        CompiledPartWarning, match=r"hides what it does with `0\.(_orig_mod\.)?weight`"
-    ):
+    with pytest.warns(CompiledPartWarning, match=r"hides its uses of `0\.(_orig_mod\.)?weight`"):
         engine.compute_gramian(losses)
     assert_steps(model, run, engine, _batches(4, 4), lambda y, _: y.square().sum(1))
     engine.remove()

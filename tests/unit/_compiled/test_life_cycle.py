@@ -193,7 +193,7 @@ def test_freed_parameters_of_a_compiled_part(are_all_frozen: bool) -> None:
     torch.compile(model, backend=backend)(torch.randn(5, 3))
     ((function, args),) = calls
     model.requires_grad_(True)
-    with pytest.raises(UnsupportedError, match=r"has them now.*Call `torch\._dynamo\.reset\(\)`"):
+    with pytest.raises(UnsupportedError, match=r"trainable now.*Call `torch\._dynamo\.reset\(\)`"):
         function(*args)
     with torch.no_grad():  # where none are missed
         function(*args)

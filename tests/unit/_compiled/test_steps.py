@@ -152,7 +152,7 @@ class TestBatchNormalisation:
         engine = Engine(model, batch_dim=0)
         x = torch.randn(6, 3, 8, 8)
         losses = class_losses(compiled(model)(x), x)
-        with pytest.raises(MixedSamplesError, match="The samples are mixed before"):
+        with pytest.raises(MixedSamplesError, match="The samples are mixed between"):
             engine.compute_gramian(losses)
 
     def test_coupled(self) -> None:

@@ -23,7 +23,7 @@ from tests.unit.processes import RANKS, Scenario
 STEPS = 3
 # Buckets of a few parameters, which leave before the pass has ended.
 Wrap = partial(DistributedDataParallel, bucket_cap_mb=0.0002)
-REFUSED = r"exchanges gradients in one backward pass behind each.*`ddp\.module\(x\)`"
+REFUSED = r"`ddp\.module\(x\)`.*exchanges gradients in one backward pass after each"
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "that looks for unused": {"find_unused_parameters": True},

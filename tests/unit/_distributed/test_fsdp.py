@@ -340,7 +340,7 @@ def what_is_refused(rank: int) -> None:
     with pytest.raises(RankError, match=r"after the engine was made.*Call `fully_shard` first"):
         engine.compute_gramian(world.losses(model(world.batch(rank, 0))))
     engine.remove()
-    with pytest.raises(UnsupportedError, match=r"`fully_shard` works with an engine of all proc"):
+    with pytest.raises(UnsupportedError, match=r"if you use `fully_shard`"):
         Engine(model)
     with pytest.raises(UnsupportedError, match=r"around the engine's modules is sharded"):
         Engine(model[0], distributed=True)

@@ -62,7 +62,7 @@ def gauss_newton_is_refused(rank: int) -> None:
     wrapped, x = DistributedDataParallel(model), torch.randn(4 + rank, 3)
     optimizer = GaussNewton(Engine(wrapped))
     before = model.weight.detach().clone()
-    with pytest.raises(UnsupportedError, match="Each process would make a step of its own"):
+    with pytest.raises(UnsupportedError, match="Each process would make its own step"):
         optimizer.step(lambda: wrapped(x).squeeze(1))
     assert torch.equal(model.weight, before)
 

@@ -12,7 +12,7 @@ from autogram._capture.samples.replays import Flag
 from tests.unit._weights.as_on_a_gpu import look_as_on_a_gpu
 from tests.unit.engines import batch, mlp, per_sample
 
-MESSAGE = r"An earlier call had weights .* zeros were multiplied .*`engine\.check_replays\(\)`"
+MESSAGE = r"An earlier call had weights .* zeros instead.*`engine\.check_replays\(\)`"
 
 CALLS: dict[str, Callable[[Engine, Tensor], Any]] = {
     "gramian": lambda engine, losses: engine.compute_gramian(losses),

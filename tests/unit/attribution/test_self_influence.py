@@ -82,9 +82,9 @@ def test_a_damping_that_is_none(damping: Any) -> None:
 
 
 def test_no_gramian() -> None:
-    with pytest.raises(InvalidOperandError, match=r"has shape \(3,\)\. Pass one that is square"):
+    with pytest.raises(InvalidOperandError, match=r"has shape \(3,\)\. Pass a square matrix"):
         self_influence(torch.ones(3), 1.0)
-    with pytest.raises(NonFiniteError, match="not a number, and no self-influence"):
+    with pytest.raises(NonFiniteError, match="not a number, so self-influence"):
         self_influence(torch.eye(2) * torch.nan, 1.0)
 
 

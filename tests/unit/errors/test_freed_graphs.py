@@ -29,10 +29,13 @@ def ordinary(_: Engine, losses: Tensor) -> None:
 
 
 BEFORE: dict[str, tuple[Callable[[Engine, Tensor], None], str]] = {
-    "backward": (backward, r"`engine\.backward` has freed it.*Pass `retain_graph=True` to"),
-    "clip": (clip, r"`engine\.clip` has freed it.*Pass `retain_graph=True` to"),
-    "accumulate": (add, r"`add` of `engine\.accumulate` has freed it.*Pass `retain_graph=True` to"),
-    "ordinary": (ordinary, r"backward pass has freed it.*`losses\.backward\(retain_graph=True\)`"),
+    "backward": (
+        backward,
+        r"Pass `retain_graph=True` to the first call, `engine\.backward`, which",
+    ),
+    "clip": (clip, r"Pass `retain_graph=True` to the first call, `engine\.clip`, which"),
+    "accumulate": (add, r"`retain_graph=True` to the first call, `add` of `engine\.accumulate`"),
+    "ordinary": (ordinary, r"pass that has freed it.*`losses\.backward\(retain_graph=True\)`"),
 }
 AFTER: dict[str, Callable[[Engine, Tensor], Any]] = {
     "backward": backward,

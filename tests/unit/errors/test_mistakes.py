@@ -195,7 +195,7 @@ class TestReducedLosses:
         engine = Engine(model, batch_dim=batch_dim)
         loss = per_sample(model(batch(4, 3))).mean()
         with pytest.warns(
-            CoupledObjectivesWarning, match=r"one number.*1 x 1.*reduction='none'.*batch_dim=None"
+            CoupledObjectivesWarning, match=r"reduction='none'.*batch_dim=None.*one number.*1 x 1"
         ) as found:
             CALLS[name](engine, loss)
         assert [warning.filename for warning in found] == [__file__]

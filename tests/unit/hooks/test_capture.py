@@ -392,7 +392,7 @@ def test_the_peak_of_a_step_rises_by_what_is_kept(name: str) -> None:
 
 def test_mistakes() -> None:
     model = Model()
-    with pytest.raises(InvalidModulesError, match="No module is chosen"), capture(model, where="x"):
+    with pytest.raises(InvalidModulesError, match="chooses no module"), capture(model, where="x"):
         pass
     with pytest.raises(HookError, match="Pass how many calls to keep"), capture(model, limit=0):
         pass

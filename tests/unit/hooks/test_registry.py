@@ -153,7 +153,7 @@ def test_filters_that_fit_nothing(act: str, filters: Any, message: str) -> None:
     manager.register(notes.after, model, where=nn.Tanh)
     manager.register(notes.before, model[2], kind="forward_pre", name="first")
     there = r"There are `after\[1\.0\]` \(forward\), .*`first\[.*\]` \(forward_pre\)"
-    with pytest.raises(HookError, match=rf"No hook fits {message}.*{there}"):
+    with pytest.raises(HookError, match=rf"No hook matches {message}.*{there}"):
         getattr(manager, act)(**filters(model))
     assert len(manager) == 3
     assert manager.is_active
@@ -164,7 +164,7 @@ def test_filters_where_nothing_is_registered() -> None:
     manager = HookManager()
     manager.deactivate()
     manager.remove()
-    with pytest.raises(HookError, match=r"No hook fits kind='forward'\. None is registered\."):
+    with pytest.raises(HookError, match=r"No hook matches kind='forward'\. None is registered\."):
         manager.deactivate(kind="forward")
 
 
@@ -391,7 +391,7 @@ MISTAKES: list[tuple[Callable[[HookManager], Any], type[AutogramError], str]] = 
     (
         lambda m: m.register(print, TANH, where="x.*"),
         InvalidModulesError,
-        "No module is chosen by ",
+        "chooses no module",
     ),
     (lambda m: m.register(print, make_model(), where=nn.GRU), InvalidModulesError, "There are `0`"),
     (lambda m: m.register(print, [TANH], where=nn.Tanh), InvalidModulesError, "Pass that module"),

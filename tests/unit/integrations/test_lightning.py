@@ -265,10 +265,10 @@ def test_strategies_that_make_backward_passes_are_refused(
 def test_methods_in_place_of_those_of_the_mixin_are_refused(name: str) -> None:
     """Where the class is made: with them, it would train without weights."""
     words = {"training_step": "write `training_losses", "backward": "use Lightning's hooks"}
-    match = f"Own has a `{name}` in place of.*Make `JacobianDescent` the first.*{words[name]}"
+    match = f"Own overrides `{name}`.*Make `JacobianDescent` the first.*{words[name]}"
     with pytest.raises(UnsupportedError, match=match):
         type("Own", (JacobianDescent, Plain), {name: lambda *_: None})
-    with pytest.raises(UnsupportedError, match=r"Last has a `training_step` in place of"):
+    with pytest.raises(UnsupportedError, match=r"Last overrides `training_step`"):
         type("Last", (Plain, JacobianDescent), {})
 
 

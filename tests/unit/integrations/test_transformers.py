@@ -179,7 +179,7 @@ def test_nothing_is_left_on_the_model(tmp_path: Path) -> None:
         train_dataset=[{"input_ids": torch.ones(2, dtype=torch.long)}],
         weighting=weighting,
     )
-    with pytest.raises(InvalidLossesError, match=r"no tensor `labels`.*Return losses"):
+    with pytest.raises(InvalidLossesError, match=r"no tensor `labels`.*return your own losses"):
         broken.train()
     assert len(made) == 3
     for module in model.modules():
@@ -209,7 +209,9 @@ def test_losses_of_numbers(tmp_path: Path) -> None:
     expected = (model(**inputs).logits.squeeze(1) - inputs["labels"]).square()
     assert torch.allclose(losses, expected.to(losses))
     inputs["labels"] = torch.randn(4, 7)
-    with pytest.raises(InvalidLossesError, match=r"There are logits of shape .*Return losses"):
+    with pytest.raises(
+        InvalidLossesError, match=r"There are logits of shape .*return your own losses"
+    ):
         trainer.compute_losses(Constant(), inputs)
 
 

@@ -87,7 +87,7 @@ def test_weights_of_another_shape(model: nn.Module, shape: tuple[int, ...]) -> N
     ("method", "message"),
     [
         ("vjp", r"A dict was given\. Pass one tensor"),
-        ("accumulate_grad", r"it has `task`, .* for several tasks goes into one tensor"),
+        ("accumulate_grad", r"it has `task`, .* Losses of several tasks take one tensor"),
         ("least_squares", r"A dict was given\. Pass one tensor"),
     ],
 )
@@ -127,7 +127,7 @@ def test_direction_as_a_list_and_in_part(model: nn.Module) -> None:
     ("direction", "message"),
     [
         ([torch.ones(5, 3)], "The direction has 1 tensors, and the Jacobian is of 4"),
-        ({"3.weight": torch.ones(5, 3)}, "`3.weight` is no parameter of the"),
+        ({"3.weight": torch.ones(5, 3)}, "`3.weight` is not a parameter of the"),
         ({"0.weight": torch.ones(3, 5)}, r"`0.weight` has shape \(3, 5\), and the"),
         ({"0.weight": torch.ones(5, 3) * 1j}, "`0.weight` has dtype .*Pass real numbers"),
         ({"0.weight": 1.0}, r"`0.weight` is a float.*Pass a tensor"),
@@ -159,7 +159,7 @@ def test_rows_of_one_parameter(model: nn.Module) -> None:
     assert list(rows) == ["2.bias"]
     assert_close_to_reference(rows["2.bias"], expected[:, -2:])
     assert jacobian.rows(0, (name for name in ["2.bias"])).keys() == rows.keys()
-    with pytest.raises(InvalidOperandError, match="`bias` is no parameter"):
+    with pytest.raises(InvalidOperandError, match="`bias` is not a parameter"):
         jacobian.rows(slice(None), ["bias"])
 
 
@@ -180,7 +180,7 @@ def test_block_gramians_by_layer(model: nn.Module) -> None:
 @pytest.mark.parametrize("by", [["0.weight"], "0.weight", {"a": ["0.weight"]}], ids=str)
 def test_names_are_no_groups(model: nn.Module, by) -> None:
     jacobian, _ = make(model)
-    with pytest.raises(InvalidOperandError, match=r"no groups of an optimizer.*a function"):
+    with pytest.raises(InvalidOperandError, match=r"not an optimizer's groups.*a function"):
         jacobian.block_gramians(by)
 
 
@@ -197,7 +197,7 @@ def test_groups_of_one_name(model: nn.Module) -> None:
     jacobian, _ = make(model)
     first, *others = model.parameters()
     groups = [{"params": [first], "name": "1"}, {"params": others}]
-    with pytest.raises(InvalidOperandError, match=r"are called `1`.*another name"):
+    with pytest.raises(InvalidOperandError, match=r"are called `1`.*a different name"):
         jacobian.block_gramians(torch.optim.SGD(groups, lr=1.0).param_groups)
 
 
@@ -262,7 +262,7 @@ def test_weights_by_group_that_are_not_finite(model: nn.Module) -> None:
 def test_copies(model: nn.Module, copied) -> None:
     """Its parameters would be others."""
     jacobian, _ = make(model)
-    with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*Keep what"):
+    with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled.*Keep the results"):
         copied(jacobian)
 
 

@@ -106,10 +106,10 @@ def test_rows_that_do_not_exist(index) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ((slice(1), slice(2)), r"not of rows alone.*`jacobian\[i\]\[j\]`"),
-        (([0, 1],), r"The index \(\[0, 1\],\) is not of rows alone"),
-        (None, r"The index None is not of rows alone"),
-        (torch.zeros(2, 2, dtype=torch.int64), "is not of rows alone"),
+        ((slice(1), slice(2)), r"not choose rows only.*`jacobian\[i\]\[j\]`"),
+        (([0, 1],), r"The index \(\[0, 1\],\) does not choose rows only"),
+        (None, r"The index None does not choose rows only"),
+        (torch.zeros(2, 2, dtype=torch.int64), "does not choose rows only"),
         (True, "`objectives` is True. Pass the number of an objective"),
     ],
     ids=str,
@@ -125,7 +125,7 @@ def test_no_index_of_rows(index, message: str) -> None:
     [
         (
             torch.ones(31),
-            r"is 4 x 32.*, and a tensor of shape .*\(31,\) .*`\(32, c\)`",
+            r"is 4 x 32.*, but a tensor of shape .*\(31,\) .*`\(32, c\)`",
         ),
         (torch.ones(4, 32), r"4 x 32.*of shape \(4, 32\) .*right.*`\(32,\)` or .*`\(32, c\)`"),
         (torch.ones(2, 32, 1), r"of shape \(2, 32, 1\)"),
@@ -169,7 +169,7 @@ def test_matrix_of_all_pairs_of_parameters() -> None:
     jacobian, _ = make(mlp())
     with pytest.raises(InvalidOperandError, match=r"32 x 32.*not formed.*as `J.T @ \(J @ v\)`"):
         jacobian.T @ jacobian
-    with pytest.raises(InvalidOperandError, match=r"both sides.*Write `jacobian @ other.T`"):
+    with pytest.raises(InvalidOperandError, match=r"Both operands.*Write `jacobian @ other.T`"):
         jacobian @ jacobian
 
 
@@ -244,7 +244,7 @@ def test_same_device_is_the_same_jacobian() -> None:
 
 def test_device_without_values() -> None:
     jacobian, _ = make(mlp())
-    with pytest.raises(InvalidOperandError, match=r"`meta`.*no values.*Pass a device"):
+    with pytest.raises(InvalidOperandError, match=r"`meta`.*no values.*Pass a real device"):
         jacobian.to("meta")
 
 

@@ -240,7 +240,9 @@ def test_a_gramian_for_each_group_of_an_optimizer() -> None:
 def test_as_many_tasks_as_samples_are_told_what_to_do() -> None:
     """It cannot be known what they are, so that the first thing said is of tasks."""
     model = mlp(3, 4)
-    with pytest.warns(CoupledObjectivesWarning, match=r"as those of several tasks are, say so by "):
+    with pytest.warns(
+        CoupledObjectivesWarning, match=r"^Pass `batch_dim=None` to `Engine`, or a list"
+    ):
         Engine(model).compute_gramian(model(batch(4, 3)).square().mean(0))
 
 
@@ -257,7 +259,7 @@ def test_tasks_without_labels_for_some_samples() -> None:
             sample for sample in range(4) if sample != step
         ]
         one, two = (model(batch(size, 3))["one"] for size in (4, 3))
-        with pytest.raises(InvalidLossesError, match=r"has zero.*one tensor \(`torch\.cat`\)"):
+        with pytest.raises(InvalidLossesError, match=r"use zero.*one tensor \(`torch\.cat`\)"):
             engine.compute_gramian([one, two])
         assert_exact(engine, torch.cat([one, two]), model)
 
@@ -267,7 +269,7 @@ def test_refusals() -> None:
     engine = Engine(model)
     losses = model(batch(4, 3))
     with pytest.raises(
-        InvalidLossesError, match=r"\(4,\), \(\), and .*Several losses go together if"
+        InvalidLossesError, match=r"\(4,\), \(\), and .*Several losses fit together if"
     ):
         engine.compute_gramian([losses["one"], losses["one"].mean()])
     with pytest.raises(InvalidLossesError, match=r"have the shapes \(4,\), \(4, 2\), and"):
@@ -281,7 +283,7 @@ def test_refusals() -> None:
     ):
         engine.compute_gramian({"one": 1.0})
     with pytest.raises(
-        InvalidLossesError, match=r"There are no losses: the list or dict of them is empty\."
+        InvalidLossesError, match=r"There are no losses: the list or dict is empty\."
     ):
         engine.compute_gramian([])
     with pytest.raises(InvalidOperandError, match=r"A vector of shape \(2,\) was given"):

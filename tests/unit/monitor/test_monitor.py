@@ -260,7 +260,7 @@ def test_refusals() -> None:
         monitor(torch.eye(2))
     with pytest.raises(UnsupportedError, match="has seen no Gramian"):
         monitor.latest()
-    with pytest.raises(InvalidOperandError, match=r"shape \(2, 3\)\. Pass one that is square"):
+    with pytest.raises(InvalidOperandError, match=r"shape \(2, 3\)\. Pass a square matrix"):
         monitor.observe(torch.ones(2, 3))
 
 

@@ -99,7 +99,7 @@ def assert_step(engine: Engine, way: str, losses: Tensor, model: nn.Module) -> N
             assert_close_to_reference(parameter.grad, gradient)
 
 
-@pytest.mark.filterwarnings("ignore:Some parameters are used:autogram.UnseenUseWarning")
+@pytest.mark.filterwarnings("ignore::autogram.UnseenUseWarning")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("batch_dim", ["auto", None])

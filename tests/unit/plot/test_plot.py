@@ -93,7 +93,7 @@ def test_axes_of_the_user(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InvalidOperandError, match=r"shape \(2, 3\)\. Pass one that is square"):
+    with pytest.raises(InvalidOperandError, match=r"shape \(2, 3\)\. Pass a square matrix"):
         plot_cosines(torch.ones(2, 3))
     with pytest.raises(InvalidOperandError, match="There are 2 classes and 6 objectives"):
         plot_cosines(GRAMIAN, sort=[0, 1])
@@ -102,6 +102,6 @@ def test_refusals() -> None:
     with pytest.raises(InvalidOperandError, match="There are 2 classes and 6 objectives"):
         plot_norms(GRAMIAN, classes=[0, 1])
     with pytest.raises(
-        InvalidOperandError, match=r"`cosine` is no number of a monitor\. Pass some of"
+        InvalidOperandError, match=r"`cosine` is not recorded by a monitor\. Pass some of"
     ):
         plot_history([], ["cosine"])

@@ -23,7 +23,7 @@ CLASSES = {
 ADVICE = re.compile(
     r"\b(Pass|Call|Compute|Make|Keep|Leave out|Look for|Look at|Pad|Let the|Return|Register|Remove|"
     r"Set|Take|take|Pack|Both must|Check|pass|lists them|Write|Use|Give|Objectives must|compare|"
-    r"Correct|by plain autograd)\b"
+    r"Correct|Override|Run|Compile|by plain autograd)\b"
 )
 
 # Fewer characters could stand in any text.

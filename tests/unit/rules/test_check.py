@@ -66,14 +66,14 @@ WRONG: dict[str, tuple[Answer, str]] = {
         "with 3 objectives",
     ),
     "no answer": (lambda _, __: None, r"returned `None`, or has no recipe for `args\[1\]`"),
-    "no recipes": (lambda _, __: [], "so that the fallback computes the call"),
+    "no recipes": (lambda _, __: [], "so the fallback computes the call"),
     "recipe for another tensor": (
         lambda i, o: [product(o.detach(), "to,to->o", derivative(i, o))],
         "has no recipe",
     ),
     "too many dimensions": (
         lambda i, o: [product(o, "to,to->ot", derivative(i, o))],
-        "gives no block with 1 objective of the whole batch",
+        "fails to give a block with 1 objective of the whole batch",
     ),
 }
 

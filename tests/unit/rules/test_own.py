@@ -357,7 +357,7 @@ def test_a_cell_that_runs_again(function: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("what", [nn.Linear, 3, "linear"], ids=str)
 def test_what_is_not_seen_is_refused(what: Any) -> None:
-    with pytest.raises(RuleError, match="its calls are not seen"):
+    with pytest.raises(RuleError, match="engines do not see its calls"):
         register_rule(what)(scale)
 
 

@@ -143,7 +143,7 @@ def test_nothing_is_written_where_an_error_is_raised() -> None:
     with pytest.raises(ZeroDivisionError), batch:
         batch.add(losses_of(model, x) * (1 / len(x[3:])))
     assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(InvalidOperandError, match="there behind its block"):
+    with pytest.raises(InvalidOperandError, match="after its `with` block"):
         _ = batch.weights
     with pytest.raises(ChangedTensorError), engine.accumulate(weigh) as it:  # noqa: PT012
         it.add(losses_of(model, x))
@@ -166,7 +166,7 @@ def test_micro_batches_without_a_sample() -> None:
     assert_gradients_are_close(model, twin)
     with engine.accumulate(weigh) as batch:
         batch.add(losses_of(model, x[:0]))
-    with pytest.raises(InvalidOperandError, match="there behind its block"):
+    with pytest.raises(InvalidOperandError, match="after its `with` block"):
         _ = batch.gramian
 
 
@@ -187,7 +187,7 @@ def test_misuse() -> None:
     engine = Engine(model)
     batch = engine.accumulate(weigh)
     losses = losses_of(model, torch.randn(3, 4))
-    with pytest.raises(InvalidOperandError, match="added outside of the block"):
+    with pytest.raises(InvalidOperandError, match="added outside the block"):
         batch.add(losses)
     with batch, pytest.raises(InvalidOperandError, match="entered a second time"):
         batch.__enter__()

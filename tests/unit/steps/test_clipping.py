@@ -194,7 +194,7 @@ def test_bounds_that_are_none(bound: Any, is_by_group: bool) -> None:
     [
         ({"0": 1.0}, r"The dict of bounds does not fit .*: it lacks `2`\. Pass an entry for each"),
         ({"0": 1.0, "1": 1.0, "2": 1.0}, r"does not fit .*: it has `1`\."),
-        (1.0, r"and one bound\. Pass a dict with a bound for each group"),
+        (1.0, r"but only one bound\. Pass a dict with a bound for each group"),
     ],
     ids=["lacks", "has", "one"],
 )

@@ -419,9 +419,7 @@ UNSEEN_AT_FIRST = {("FSDP, flat", "of its layers")}
 def shards_at_first(wrap: Wrap, place: Place, rank: int) -> None:
     """Refused where the engine is made."""
     del rank
-    with refused(
-        "(sharded|DTensor|FullyShardedDataParallel).*a model of which each process has all"
-    ):
+    with refused("(sharded|DTensor|FullyShardedDataParallel).*that has all parameters in each"):
         place(wrap)
 
 
@@ -435,9 +433,7 @@ def shards_later(wrap: Wrap, place: Place, rank: int) -> None:
         engine.verify,
         lambda losses: engine.backward(losses, weighting),
     ):
-        with refused(
-            "(sharded|DTensor|FullyShardedDataParallel).*a model of which each process has all"
-        ):
+        with refused("(sharded|DTensor|FullyShardedDataParallel).*that has all parameters in each"):
             call(losses)
 
 

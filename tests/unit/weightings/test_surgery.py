@@ -97,9 +97,9 @@ def test_each_gradient_meets_each_other_once() -> None:
 
 @pytest.mark.parametrize("weighting", [PCGrad(), GradVac()])
 def test_what_is_no_gramian_is_refused(weighting: PCGrad | GradVac) -> None:
-    with pytest.raises(InvalidOperandError, match="Pass one that is square"):
+    with pytest.raises(InvalidOperandError, match="Pass a square matrix"):
         weighting(torch.ones(2, 3))
-    with pytest.raises(InvalidOperandError, match="The matrix is no Gramian"):
+    with pytest.raises(InvalidOperandError, match="The matrix is not a Gramian"):
         weighting(torch.tensor([[1.0, 2.0], [0.0, 1.0]]))
     with pytest.raises(NonFiniteError, match="infinite or not a number"):
         weighting(torch.full((2, 2), torch.nan))

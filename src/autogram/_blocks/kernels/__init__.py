@@ -1,4 +1,4 @@
-"""Kernels: what contractions are made of, one object for each kind of device."""
+"""Kernels: the operations of contractions, with one object for each kind of device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Devices:
         return self.cuda if kind == "cuda" else self._other
 
     def free(self) -> None:
-        """Lets go of memory that is kept between contractions."""
+        """Frees the memory that is kept between contractions."""
         self._cpu.workspace.free()
 
     def step(self) -> AbstractContextManager[Arena | None]:

@@ -18,9 +18,9 @@ from autogram._blocks.programs.known import Programs
 
 @dataclass
 class Limit:
-    """How many elements one intermediate result may have.
+    """The largest number of elements of one intermediate result.
 
-    An engine and all its Jacobians share one object: where memory has run out, the limit is lowered
+    An engine and all its Jacobians share one object: after memory has run out, the limit is lowered
     for all of them.
     """
 
@@ -28,14 +28,14 @@ class Limit:
 
 
 class Kernels:
-    """Contractions by plain calls of PyTorch, right on any device.
+    """Contractions with plain PyTorch calls, correct on any device.
 
-    How contractions depend on a device, a library, or a constant of hardware is known here alone. A
+    Only kernels depend on a device, a library, or a constant of hardware. A
     subclass for one kind of device overrides the methods for which that device has a faster way.
     """
 
     tiny = 2**17
-    """Blocks of at most so many elements are bundled: copies take less time than calls."""
+    """Blocks of at most this many elements are bundled: copies take less time than calls."""
 
     form_of_view = staticmethod(form_of_view)
 
@@ -44,11 +44,11 @@ class Kernels:
         self.programs = programs or Programs()
 
     def most_elements(self, dtype: torch.dtype) -> int:
-        """How many elements one intermediate result should have."""
+        """The preferred number of elements of one intermediate result."""
         return self.limit.elements
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
-        """A contiguous tensor, valid until memory for the same purpose is asked for again."""
+        """A contiguous tensor, valid until memory for the same purpose is requested again."""
         return like.new_empty(shape)
 
     def copy(self, tensor: Tensor, purpose: Purpose) -> Tensor:
@@ -56,7 +56,7 @@ class Kernels:
         return self.scratch(tensor.shape, tensor, purpose).copy_(tensor)
 
     def at_once(self, elements: int, like: Tensor) -> int:
-        """How many elements to write before they are read, of so many that are read once."""
+        """The number of elements to write before reading them, of a total that is read once."""
         return min(elements, self.limit.elements)
 
     def prices(self, dtype: torch.dtype) -> Prices:
@@ -64,13 +64,13 @@ class Kernels:
         return Prices(memory=16)
 
     def room(self, device: torch.device) -> int:
-        """How many elements of rows may be kept from the Gramian to the gradients of a step."""
+        """The number of elements of rows to keep from a step's Gramian for its gradients."""
         return self.limit.elements
 
     def are_rows_worth_memory(self, positions: float, dtype: torch.dtype) -> bool:
         """Whether reading kept rows is faster than contracting factors over some positions again.
 
-        There are so many multiply-adds for each element of the rows.
+        The second number is that of multiply-adds for each element of the rows.
         """
         return True
 
@@ -84,7 +84,7 @@ class Kernels:
     """The dtype in which factors of some dtypes are multiplied."""
 
     def rounded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """A cotangent and factors, with the digits that the call of the forward pass had."""
+        """A cotangent and factors, with the precision of the call in the forward pass."""
         return operands
 
     def einsum(
@@ -127,7 +127,7 @@ class Kernels:
     def _matrices(
         self, of: Contraction, operands: Sequence[Tensor], memory: Memory | None
     ) -> Tensor:
-        """A product of matrices, or a batch of them, in ranges where too much would be copied."""
+        """A product of matrices, or a batch of them, in ranges if too much would be copied."""
         x, y = operands[::-1] if of.is_swapped else operands
         left, right = of.views
         at_left = self.form_of_view(x.shape, x.stride(), *left)
@@ -166,7 +166,7 @@ class Kernels:
         return total
 
     def _viewed(self, tensor: Tensor, view: View) -> Tensor:
-        """A view of a tensor in another order and shape, for which nothing is copied."""
+        """A view of a tensor in another order and shape, without a copy."""
         form = self.form_of_view(tensor.shape, tensor.stride(), *view)
         if form is None:
             return self.arranged(tensor, *view, "first")
@@ -206,14 +206,14 @@ class Kernels:
         return (torch.mm if x.dim() == 2 else torch.bmm)(x, y, out=out)
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
-        """Whether rows of a convolution are faster by its gradient, with samples as groups.
+        """Whether rows of a convolution are faster from its gradient, with samples as groups.
 
-        The other way copies so many elements of patches. The kernel reads so many channels.
+        The arguments count the elements of patches to copy otherwise, and the kernel's channels.
         """
         return False
 
     def weighed(self, tensor: Tensor, weights: Tensor) -> Tensor:
-        """A factor times weights of its samples, ready for products with other factors."""
+        """A factor times its samples' weights, ready for products with other factors."""
         return tensor * weights
 
     def weighted_sum(self, equation: str, operands: Sequence[Tensor]) -> Tensor:
@@ -221,7 +221,7 @@ class Kernels:
         return self.einsum(equation, operands)
 
     def shared(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """What sums of rows in a dtype compute from the weights once for all parameters."""
+        """The form of the weights for sums of rows in a dtype, computed once for all parameters."""
         return ()
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Kernels:
         return torch.bmm(left, right.mT).sum(0)  # (parts, m, m') summed
 
     def parts(self, rows: Tensor) -> int:
-        """Into how many parts to cut a product of rows ``(m, n)`` along n."""
+        """The number of parts of a product of rows ``(m, n)`` along n."""
         return 1
 
     def gram(self, rows: Tensor) -> Tensor:
@@ -241,12 +241,12 @@ class Kernels:
         return self.multiply(rows, rows)
 
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Values below ``size`` that occur in indices, ascending, and the place of each index."""
+        """The values below ``size`` in some indices, ascending, and the place of each index."""
         found: tuple[Tensor, Tensor] = torch.unique(indices, return_inverse=True)
         return found
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The operands, with a copy in place of a factor that several products would each copy."""
+        """The operands, with a copy of a factor that several products would each copy."""
         return operands
 
 

@@ -1,4 +1,4 @@
-"""Contractions: what it takes to carry out an einsum of one or two tensors, from shapes alone."""
+"""Contractions: the steps of an einsum of one or two tensors, from shapes alone."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ View = tuple[tuple[int, ...], tuple[int, ...]]
 """An order of a tensor's dimensions, and the shape of the tensor in that order."""
 
 Strided = tuple[tuple[int, ...], tuple[int, ...]] | tuple[()]
-"""Sizes and strides of a view, or nothing where it is the tensor as it is."""
+"""Sizes and strides of a view, or nothing for the unchanged tensor."""
 
 
 class Contraction(NamedTuple):
-    """One product of two tensors, or a sum of one, and what it takes to carry it out.
+    """One product of two tensors, or a sum of one, and the steps to carry it out.
 
     Attributes:
-        kind: How it is carried out.
-        equation: The einsum that it is.
-        order: The order of the result's dimensions, if it is another.
-        summed: Which dimensions of a tensor or of an elementwise product are summed over.
-        views: What both tensors are brought to, for a product.
-        is_swapped: Whether the second tensor is the left one of the matrices.
-        unfolded: The shape of a product of matrices before its dimensions are put in order, if that
-            is another.
+        kind: The way to carry it out.
+        equation: The einsum.
+        order: The order of the result's dimensions, if it differs.
+        summed: The summed dimensions of a tensor or of an elementwise product.
+        views: The views of both tensors, for a product.
+        is_swapped: Whether the second tensor is the left matrix.
+        unfolded: The shape of a product of matrices before its dimensions are put in order, if it
+            differs.
         ranges: The dimension of the left and of the right tensor that is outermost in the memory of
             the result, if it counts products of a batch.
     """
@@ -53,7 +53,7 @@ class Contraction(NamedTuple):
         if kind == "other":
             return cls(kind, equation)
         terms = inputs.split(",")
-        # Of a product, in the order of the larger tensor.
+        # For a product, in the order of the larger tensor.
         by_size = sorted(terms, key=lambda labels: -prod(sizes[label] for label in labels))
         product = "".join(dict.fromkeys("".join(by_size)))
         views = [
@@ -69,10 +69,10 @@ class Contraction(NamedTuple):
 
 
 def _kind(equation: str, sizes: Mapping[str, int]) -> ContractionKind:
-    """How to carry out one contraction.
+    """The way to carry out one contraction.
 
-    Where one operand has no index of its own, a matrix product would have a single column. A
-    product followed by a sum reads each operand once, and ``torch.einsum`` would permute both.
+    If one operand has no separate index, a matrix product would have a single column. A
+    product followed by a sum reads each operand once; ``torch.einsum`` would permute both.
     """
     inputs, output = equation.split("->")
     terms = inputs.split(",")
@@ -113,7 +113,7 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
         first, second = second, first
     batch = "".join(label for label in first if label in second and label in output)
     summed = "".join(label for label in first if label in second and label not in output)
-    # Indices of size one may stand in one operand alone and not in the result.
+    # Indices of size one may be in only one operand and not in the result.
     rows = "".join(label for label in first if label not in second)
     columns = "".join(label for label in second if label not in first)
     n, t, r, c = (prod(sizes[label] for label in of) for of in (batch, summed, rows, columns))
@@ -140,9 +140,9 @@ def _matrices(equation: str, sizes: Mapping[str, int]) -> Contraction:
 def form_of_view(
     sizes: tuple[int, ...], strides: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]
 ) -> Strided | None:
-    """Sizes and strides of a view in another order and shape, ``None`` where a copy is needed.
+    """Sizes and strides of a view in another order and shape, ``None`` if a copy is needed.
 
-    Nothing where the tensor is in that order and shape already.
+    Nothing if the tensor already has that order and shape.
     """
     tensor = torch.empty_strided(sizes, strides, device="meta")
     try:

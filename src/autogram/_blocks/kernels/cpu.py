@@ -1,4 +1,4 @@
-"""Kernels for a CPU: pieces that stay in its caches, and memory that is used again."""
+"""Kernels for a CPU: pieces that fit into its caches, and reused memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SHORT_LIVED = 2**20
 _FEWEST_SAMPLES = 16
 _WORTH_MIRRORING = 2**28
 
-# A matrix product with few rows and columns and a long sum leaves all but one thread with little
-# to do. Cut into parts of the sum, the product took three quarters of the time on two threads.
+# A matrix product with few rows and columns and a long sum keeps only one thread busy. Cut into
+# parts of the sum, the product took three quarters of the time on two threads.
 _WORTH_SPLITTING = 2**19
 _PARTS = 4
 
 # With more elements of patches than this for each element of the rows, the rows of a convolution
-# took a fortieth to nine tenths of the time by its gradient, and no patches. In double precision,
+# took a fortieth to nine tenths of the time from its gradient, without patches. In float64,
 # PyTorch has a kernel for one group, which it would call for each group of each sample.
 _PATCHES_PER_ROW = 8
 
@@ -56,7 +56,7 @@ class CpuKernels(Kernels):
         return Prices(memory=16, mirror=_WORTH_MIRRORING, thin=_FEWEST_SAMPLES)
 
     def at_once(self, elements: int, like: Tensor) -> int:
-        """What stays in a cache until it is read."""
+        """The number that stays in a cache until it is read."""
         return min(elements, self.limit.elements, _SHORT_LIVED)
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose = "rows") -> Tensor:
@@ -75,11 +75,11 @@ class CpuKernels(Kernels):
         return self.copy(tensor, purpose).permute(order).reshape(shape)
 
     def parts(self, rows: Tensor) -> int:
-        """One, or a few parts of long sums."""
+        """One, or a few for long sums."""
         return 1 if rows.numel() < _WORTH_SPLITTING or rows.shape[1] % _PARTS else _PARTS
 
     def gram(self, rows: Tensor) -> Tensor:
-        """Rows times themselves, of which one of two mixed quarters is the mirror of the other."""
+        """Rows times themselves, where one of two mixed quarters mirrors the other."""
         m = rows.shape[0]
         if m < 2 * _FEWEST_SAMPLES or rows.numel() < _WORTH_SPLITTING:
             return self.multiply(rows, rows)
@@ -89,13 +89,13 @@ class CpuKernels(Kernels):
         return torch.cat([left, torch.cat([left[half:].mT, last])], 1)
 
     def prefers_adjoint(self, patches: int, rows: int, channels: int, *dtypes: torch.dtype) -> bool:
-        """Whether there are many patches, and a kernel that takes many groups at once."""
+        """Whether there are many patches, and a kernel for many groups at once."""
         has_kernel = torch.backends.mkldnn.is_available()
         is_fast = has_kernel and self.multiplied(*dtypes) == torch.float32
         return is_fast and patches > _PATCHES_PER_ROW * rows
 
     def with_copy(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The operands with one copy of the largest, if that repeats elements, as patches do."""
+        """The operands with one copy of the largest, if it repeats elements, as patches do."""
         largest = max(operands, key=Tensor.numel)
         if not repeats(largest) or largest.nbytes > _PIECE:
             return operands

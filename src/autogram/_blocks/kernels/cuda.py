@@ -1,7 +1,7 @@
 """Kernels for a GPU: few launches, and products of factors in half precision.
 
 The numbers here were measured on one GPU of 2023, in multiply-adds of its matrix units. They
-decide what is fast, and never what is right.
+affect speed, but never correctness.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autogram._blocks.kernels.workspace import Memory
 
 _HALVES = (torch.float16, torch.bfloat16)
 
-# Writing one element and reading it again, where a multiply-add takes 3, 7, 35 and 35 fs.
+# Writing one element and reading it again, if a multiply-add takes 3, 7, 35 and 35 fs.
 _PRICE_IN_HALF = 256
 _PRICE_IN_TF32 = 192
 _PRICE_IN_FULL = 32
 
-# Launching an operation takes as long as writing so many elements.
+# Launching an operation takes as long as writing this many elements.
 _LAUNCH = 2**22
 
 # A product of few long rows, in float32 without tensor cores, leaves most processors idle. Cut into
@@ -35,14 +35,14 @@ _LAUNCH = 2**22
 _FEWEST_COLUMNS = 512
 _PARTS_PER_PROCESSOR = 2
 
-# Rows that are larger than their factors may take half of the memory that is free, and a third of
-# what is taken without them, and copies of factors an eighth: the step of a small model is not to
-# need several times its memory.
+# Rows that are larger than their factors may take half of the free memory, and a third of
+# the memory in use without them, and copies of factors an eighth: the step of a small model must
+# not need several times its memory.
 _SHARE_OF_FREE, _SHARE_OF_TAKEN, _SHARE_OF_COPIES = 2, 3, 8
 
-# Rows of a convolution whose samples are groups cost three times as much an element as patches do.
-# With few channels, that kernel is slow whatever the size. For a single one, PyTorch has a kernel
-# that does for the rows what it does for the sum over the samples.
+# Rows of a convolution whose samples are groups cost three times as much per element as patches.
+# With few channels, that kernel is slow for any size. For a single channel, PyTorch has a kernel
+# that is as fast for the rows as for the sum over the samples.
 _PATCHES_PER_ROW = 3
 _FEWEST_CHANNELS = 16
 
@@ -50,9 +50,9 @@ _FEWEST_CHANNELS = 16
 class CudaKernels(Kernels):
     """Contractions on a GPU.
 
-    Factors in half precision are multiplied as they are, and summed in float32. Rows have the dtype
-    of the factors; their products have float32. In float32, PyTorch's own settings decide about
-    TF32.
+    Factors in half precision are multiplied without conversion, and summed in float32. Rows have
+    the dtype of the factors; their products are in float32. In float32, PyTorch's own settings
+    decide about TF32.
     """
 
     tiny = 2**20  # copying so many elements takes a quarter of a launch
@@ -76,7 +76,7 @@ class CudaKernels(Kernels):
 
     @override
     def at_once(self, elements: int, like: Tensor) -> int:
-        """All, unless that is much beside a factor, and beside what the step has taken anyway."""
+        """All, unless that is much compared with a factor, and with the memory of the step."""
         if elements > max(_LAUNCH, 2 * like.numel()):
             taken = _bytes(like.device)[1] // _SHARE_OF_COPIES // like.dtype.itemsize
             elements = min(elements, max(_LAUNCH, taken))
@@ -95,12 +95,11 @@ class CudaKernels(Kernels):
 
     @override
     def rounded(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """With the factors in half precision where the cotangent is.
+        """With the factors in half precision if the cotangent is.
 
-        The result of the call was in half precision, so that the call has rounded what it was given
-        (autocast does, behind a normalisation in float32). Not so a single number, which does not
-        widen a result. Factors that a rule computes are not concerned: their cotangent is in
-        float32.
+        The result of the call was in half precision, so the call has rounded its arguments
+        (autocast does so after a normalisation in float32). A single number is not rounded, because
+        it does not widen a result. For factors that a rule computes, the cotangent is in float32.
         """
         half, *dtypes = [x.dtype for x in operands]
         if half not in _HALVES or torch.float32 not in dtypes:
@@ -125,7 +124,7 @@ class CudaKernels(Kernels):
 
     @override
     def distinct(self, indices: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Without waiting for how many there are."""
+        """Without waiting for their number."""
         return distinct_or_repeated(indices, size)
 
     @override
@@ -162,7 +161,7 @@ class CudaKernels(Kernels):
         return self._in_halves(weights, dtype) if dtype in _HALVES else ()
 
     def _weighted_rows(self, equation: str, weights: Tensor, rows: Tensor) -> Tensor:
-        """Sums of rows in half precision, of which no wider copy is made."""
+        """Sums of rows in half precision, without a wider copy."""
         both, scale = self._in_halves(weights, rows.dtype)
         sums = self.einsum(equation, (both, rows))
         return (sums[: len(weights)] + sums[len(weights) :]) * scale
@@ -170,8 +169,8 @@ class CudaKernels(Kernels):
     def _in_halves(self, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Each weight as the sum of two numbers in half precision, ``(2 s, k, b)``, and a scale.
 
-        The two numbers have all but the last bits of the weight. They are computed once where the
-        same tensor weighs the rows of one parameter after the other.
+        The two numbers hold all but the last bits of the weight. They are computed once if the
+        same tensor weights the rows of several parameters in turn.
         """
         if self._halves is not None:
             known, both, scale = self._halves
@@ -216,7 +215,7 @@ def _is_tf32() -> bool:
 
 
 def _bytes(device: torch.device) -> tuple[int, int]:
-    """Memory of a device that this process has not taken, and has, without asking the device."""
+    """Free and used memory of a device for this process, without asking the device."""
     total = int(torch.cuda.get_device_properties(device).total_memory)
     try:  # `torch.cuda.memory_allocated` would list and sort all statistics for this one
         statistics = torch.cuda.memory_stats_as_nested_dict(device)

@@ -1,4 +1,4 @@
-"""Paths: in which order the operands of an einsum are contracted, and what that costs."""
+"""Paths: orders of contracting the operands of an einsum, and their costs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OperandShapes = tuple[tuple[int, ...], ...]
 
 
 class Prices(NamedTuple):
-    """What something costs on some hardware, in multiply-adds of a matrix product.
+    """Costs on some hardware, in multiply-adds of a matrix product.
 
     Attributes:
         memory: Writing one element, and reading it again.
-        call: Launching one operation, where that takes longer than the operation.
-        mirror: A Gramian by factors that costs more is computed by half, and mirrored.
+        call: Launching one operation, if that takes longer than the operation.
+        mirror: Above this cost, half of a Gramian from factors is computed, and mirrored.
         thin: With fewer samples on a side, parts of such a Gramian are too thin.
     """
 
@@ -34,10 +34,10 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True)
 class Path:
-    """The order in which the operands of an einsum are contracted, and what that costs.
+    """An order of contracting the operands of an einsum, and its cost.
 
     Attributes:
-        steps: Each step takes the tensors at some positions out of a list, which begins as the
+        steps: Each step removes the tensors at some positions from a list, initially the
             operands, and appends their contraction.
         multiplications: Multiply-adds.
         moved: Elements of all intermediate results.
@@ -78,7 +78,7 @@ def _in_order(
 ) -> Iterator[tuple[tuple[int, ...], str]]:
     """Steps of a path with their equations, by the positions that each takes.
 
-    Intermediate results have their indices in the order of the output, which needs no copy then.
+    Intermediate results have their indices in the order of the output, which then needs no copy.
     """
     inputs, output = equation.split("->")
     terms = inputs.split(",")
@@ -98,7 +98,7 @@ def sizes_of(equation: str, shapes: OperandShapes) -> Mapping[str, int]:
 
 
 def unused_labels(*equations: str) -> Iterator[str]:
-    """Letters that stand in none of the equations, ``k`` and ``b`` aside."""
+    """Letters that none of the equations contains, except ``k`` and ``b``."""
     used = set("kb").union(*equations)
     return (letter for letter in reversed(ascii_letters) if letter not in used)
 

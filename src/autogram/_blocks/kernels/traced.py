@@ -1,4 +1,4 @@
-"""Kernels whose calls a compiler takes, as a part of a graph."""
+"""Kernels whose calls become part of a compiler's graph."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 class Workspace:
-    """Memory that each thread has for itself, and that is freed with the engine.
+    """Memory for each thread, which is freed with the engine.
 
     Fresh memory is slow: the system clears each page when it is touched for the first time.
     """
@@ -34,16 +34,16 @@ class Workspace:
         self.free()
 
     def free(self) -> None:
-        """Lets go of the memory of all threads."""
+        """Frees the memory of all threads."""
         self._own = _OfThread()
 
     @property
     def arena(self) -> Arena:
-        """Memory of this thread for rows that a step keeps until its end."""
+        """This thread's memory for rows that a step keeps until its end."""
         return self._own.arena
 
     def scratch(self, shape: Sequence[int], like: Tensor, purpose: Purpose) -> Tensor:
-        """A contiguous tensor, valid until memory for the same purpose is asked for again."""
+        """A contiguous tensor, valid until memory for the same purpose is requested again."""
         elements, own = prod(shape), self._own.scratch
         memory = own.get((purpose, like.dtype))
         if memory is None or memory.numel() < elements:
@@ -60,8 +60,8 @@ class _OfThread(threading.local):
 class Arena:
     """Memory that is handed out piece by piece, and taken back as a whole.
 
-    The arena keeps as much memory for the next step as the last step asked for. What does not fit
-    comes from PyTorch.
+    For the next step, the arena keeps as much memory as the last step requested. Tensors that do
+    not fit come from PyTorch.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class Arena:
 
     @contextmanager
     def borrowed(self) -> Iterator[Arena | None]:
-        """The arena for a step, or ``None`` inside of another step.
+        """The arena for a step, or ``None`` inside another step.
 
-        Nothing that was taken may be used behind the block.
+        Do not use its tensors after the block.
         """
         if self._is_borrowed:
             yield None
@@ -99,6 +99,6 @@ class Arena:
         if self._taken > len(self._memory):
             return like.new_empty(shape)
         # Not a view: all views of one tensor count their changes together. Without strides, PyTorch
-        # takes those of a contiguous tensor.
+        # uses those of a contiguous tensor.
         offset = start // like.dtype.itemsize
         return like.new_empty(0).set_(self._memory.untyped_storage(), offset, tuple(shape), ())

@@ -1,4 +1,4 @@
-"""The programs of an engine, by all that decides about their calls."""
+"""The programs of an engine, by everything that decides about their calls."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 
 from autogram._containers import Latest
 
-# Writing a program down takes as long as choosing the calls of so many.
+# Recording a program takes as long as choosing its calls this many times.
 _WORTH_WRITING = 16
 
-# What is chosen for all layers of a model together takes less time than the calls, and a program of
-# all these calls saves a part of that.
+# Choosing for all layers of a model together takes less time than the calls, and a program of
+# all these calls saves a part of it.
 _WORTH_WRITING_TOGETHER = 128
 
-# Of so many keys, programs and numbers are kept. A model has a few for each kind of its layers.
+# The number of keys with kept programs and counts. A model has a few for each kind of layer.
 _MOST = 2048
 
 
 class Programs:
-    """What was written down, by its key. Several threads may ask.
+    """The recorded programs, by key. Several threads may use them.
 
-    A key that is asked for often enough is due. So keys that do not come again, such as those of
-    new lengths of texts, cost no writing.
+    A key is due once it has been requested often enough. Keys that do not recur, such as those of
+    new text lengths, therefore cost no recording.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Programs:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Any:
-        """What is known under a key; ``False`` if nothing can be, and ``None`` if nothing is."""
+        """The program of a key; ``False`` if it cannot be recorded, ``None`` if it is not yet."""
         return self._known.get(key)
 
     def is_due(self, key: Hashable, *, is_of_many: bool = False) -> bool:
-        """Notes that a key was asked for, and says whether to write its program now.
+        """Counts a request for a key, and tells whether to record its program now.
 
         A program of many layers is long, and saves less for its length.
         """
@@ -49,12 +49,12 @@ class Programs:
         return count >= (_WORTH_WRITING_TOGETHER if is_of_many else _WORTH_WRITING)
 
     def put_off(self, key: Hashable) -> None:
-        """Has a key wait as if it had not come before: something that passes decided its calls."""
+        """Restarts the count of a key, because something temporary decided its calls."""
         with self._lock:
             self._counts[hash(key)] = 0
 
     def keep(self, key: Hashable, known: Any) -> None:
-        """Keeps something under a key, or ``False``: the calls cannot be written down."""
+        """Keeps a program under a key, or ``False`` if its calls cannot be recorded."""
         with self._lock:
             self._known[key] = known
 
@@ -66,12 +66,12 @@ def settings_now() -> Hashable:
 
 
 def forms(tensors: Sequence[Tensor]) -> Hashable:
-    """What decides about calls with some tensors, as long as no value does."""
+    """Everything that decides about calls with some tensors, as long as no value does."""
     return tuple([(x.shape, x.stride(), x.dtype, x.device) for x in tensors])
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether some tensors are different ones, of PyTorch's own class, with numbers as they are."""
+    """Whether some tensors are distinct, of PyTorch's own class, and hold plain numbers."""
     plain = {
         id(x)
         for x in tensors

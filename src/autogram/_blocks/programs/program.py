@@ -1,4 +1,4 @@
-"""Programs: the torch calls of a function, written down once and made again for other tensors."""
+"""Programs: the torch calls of a function, recorded once and replayed for other tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autogram._undo import undone
 
 T = TypeVar("T")
 
-# Calls that read a property of a tensor, which is no element, and compute no tensor.
+# Calls that read a property of a tensor, not an element, and compute no tensor.
 _PROPERTIES = (
     "shape dtype device ndim layout is_cuda requires_grad is_leaf grad_fn is_nested is_sparse "
     "_version _base nbytes itemsize"
@@ -35,8 +35,7 @@ QUESTIONS = frozenset(
     ]
 )
 
-# What calls are given beside tensors and containers, of these very types: a number of another
-# library is written otherwise.
+# The exact types of other arguments of calls: numbers of other libraries are written differently.
 _PLAIN = (type(None), type(...), bool, int, float, str, torch.dtype, torch.device, torch.layout)
 
 # Operators whose results, or the sizes of these, depend on values.
@@ -45,11 +44,10 @@ _WHOLE = (torch.int32, torch.int64)
 
 
 class Program:
-    """The calls that a function has made, as code. Calling a program makes them again.
+    """The calls of a function, as code. Calling a program replays them.
 
-    It is right for tensors that the function would make the same calls with: equal in whatever
-    decides about its calls. No call may decide by values, so that sizes, strides and dtypes are
-    enough where the function reads nothing else.
+    It is valid for tensors with which the function would make the same calls. No call may depend on
+    values, so equal sizes, strides and dtypes suffice if the function reads nothing else.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -72,17 +70,17 @@ def written_down(
     memory: Memory | None,
     tensors: Sequence[Tensor],
 ) -> tuple[T, Program | None]:
-    """Calls a function, and writes down the torch calls that it makes.
+    """Calls a function, and records its torch calls.
 
     Args:
-        function: Takes memory and tensors.
-        results: Which tensors of its result a program is to compute.
-        memory: Gives memory for what is kept, if anything does.
-        tensors: Different ones.
+        function: A function of memory and tensors.
+        results: The tensors of its result that a program must compute.
+        memory: Provides memory for kept tensors, if any.
+        tensors: Distinct tensors.
 
     Returns:
         The result of the function, and a program for it: ``None`` if a call reads values, or a
-        tensor that neither was given nor computed by such calls.
+        tensor that is neither an argument nor computed by such calls.
     """
     writer = _Writer(memory, tensors)
     with undone(partial(setattr, _HERE, "writer", _HERE.writer)):
@@ -93,12 +91,12 @@ def written_down(
 
 
 def is_writing() -> bool:
-    """Whether a program is being written in this thread: no other may be called or written then."""
+    """Whether this thread is recording a program: no other may be called or recorded meanwhile."""
     return _HERE.writer is not None
 
 
 def as_one_call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Calls a function that gives a tensor, and is one call of the program that is written."""
+    """Calls a function that returns a tensor, as one call of the program being recorded."""
     writer = _HERE.writer
     return function(*arguments) if writer is None else writer.call(function, arguments)
 
@@ -107,18 +105,18 @@ class _Here(threading.local):
     """The state of a thread."""
 
     writer: _Writer | None = None
-    """What writes down the calls that are made now."""
+    """The active recorder of calls."""
 
 
 _HERE = _Here()
 
 
 class _UnwrittenError(Exception):
-    """A call cannot be written down."""
+    """A call cannot be recorded."""
 
 
 class _Watching(TorchDispatchMode):
-    """Notices operators whose sizes or results are decided by values, as PyTorch tells of them."""
+    """Notices operators whose sizes or results depend on values, as PyTorch declares."""
 
     has_seen = False
 
@@ -129,15 +127,15 @@ class _Watching(TorchDispatchMode):
         del types
         if not _BY_VALUES.isdisjoint(function.tags):
             is_index = function is torch.ops.aten.index.Tensor
-            # Of indices, PyTorch says so because some are masks.
+            # PyTorch declares this of indices because some are masks.
             self.has_seen |= not (is_index and all(x is None or x.dtype in _WHOLE for x in args[1]))
         return function(*args, **(kwargs or {}))
 
 
 class _Writer(TorchFunctionMode):
-    """Writes down the torch calls that are made while it is active.
+    """Records the torch calls that are made while it is active.
 
-    A view is taken in one call from the tensor whose memory it has, where it is read.
+    When a view is read, one call takes it from the tensor that owns its memory.
     """
 
     def __init__(self, memory: Memory | None, tensors: Iterable[Tensor]) -> None:
@@ -152,7 +150,7 @@ class _Writer(TorchFunctionMode):
             self._nodes[tensor] = self._graph.placeholder(f"x{number}")
 
     def call(self, function: Callable[..., Tensor], arguments: tuple[Any, ...]) -> Tensor:
-        """Calls a function, and writes this down as one call, whatever is called inside."""
+        """Calls a function, and records this as one call, whatever is called inside."""
         with torch._C.DisableTorchFunction():
             result = function(*arguments)
         try:
@@ -162,7 +160,7 @@ class _Writer(TorchFunctionMode):
         return result
 
     def program(self, results: Iterable[Tensor]) -> Program | None:
-        """The program for some results, if all calls behind them were written down."""
+        """The program for some results, if all their calls were recorded."""
         try:
             self._graph.output(self._written(tuple(results)))
             is_whole = self._is_whole and not self.watching.has_seen
@@ -190,7 +188,7 @@ class _Writer(TorchFunctionMode):
     def _write(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any
     ) -> None:
-        """Writes down one call, which has given a result."""
+        """Records one call and its result."""
         name = getattr(function, "__name__", "")
         if function in QUESTIONS or self._is_view(name, args, kwargs, found):
             return
@@ -260,14 +258,14 @@ def _changes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_found(function: Any, name: str) -> bool:
-    """Whether code can call a function: `torch.fx` writes the module and name of PyTorch's own."""
+    """Whether code can call a function: `torch.fx` writes module and name of PyTorch functions."""
     if isinstance(function, FunctionType):
         return getattr(sys.modules.get(function.__module__), name, None) is function
     return bool(name) and name != "__set__"
 
 
 def _begin_together(view: Tensor, owner: Tensor) -> bool:
-    """Whether a tensor has the numbers of another one, of the same dtype, from the same place."""
+    """Whether a tensor shares its numbers with another: same dtype, same place in memory."""
     if view.layout != torch.strided or owner.layout != torch.strided or view.dtype != owner.dtype:
         return False
     if view.is_conj() != owner.is_conj() or view.is_neg() != owner.is_neg():

@@ -30,10 +30,10 @@ def exact(device: torch.device) -> Iterator[None]:
             if "Float8" not in str(error):
                 raise
             raise UnsupportedError(
-                "A parameter or an activation in float8 has gradients, and PyTorch computes with "
-                "such numbers hardly at all: it adds none up, and compares none. Keep it in a "
-                "wider dtype, and round it by a custom autograd Function whose gradient is in that "
-                f"dtype, or freeze it. PyTorch says: {error}"
+                "A parameter or an activation in float8 has gradients, and PyTorch can neither "
+                "add nor compare float8 numbers. Keep it in a wider dtype, and round it with a "
+                "custom autograd Function whose gradient is in that dtype, or freeze it. PyTorch "
+                f"says: {error}"
             ) from error
 
 

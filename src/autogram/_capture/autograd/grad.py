@@ -39,7 +39,7 @@ def check_addable(leaves: Iterable[Tensor], names: Mapping[Tensor, str] | None =
         name = (names or {}).get(leaf)
         raise UnsupportedError(
             f"{f'`{name}`' if name else f'A leaf of shape {tuple(leaf.shape)}'} has a gradient in "
-            f"{gradient.dtype}, in which PyTorch adds up no numbers. Set it to `None` before the "
+            f"{gradient.dtype}, in which PyTorch cannot add. Set it to `None` before the "
             "step, as `optimizer.zero_grad()` does; or, to add up gradients of several steps, set "
             "`parameter.grad_dtype = torch.float32`."
         )

@@ -25,14 +25,14 @@ def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
     except RuntimeError as error:
         if "only allowed to backward once" in str(error):
             raise UnsupportedError(
-                "A part of the model is checkpointed selectively (`context_fn` of `checkpoint`), "
-                "and PyTorch runs one backward pass through it, of several that are needed. Leave "
-                "out `context_fn`."
+                "A part of the model is checkpointed selectively (`context_fn` of `checkpoint`): "
+                "PyTorch allows only one backward pass through it, and the engine needs several. "
+                "Leave out `context_fn`."
             ) from error
         if "donated buffers" in str(error):
             raise UnsupportedError(
-                "A part of the model is compiled so that its backward pass overwrites what was "
-                "saved for it, and the engine needs several passes. Compile it by "
+                "A part of the model is compiled so that its backward pass overwrites its saved "
+                "tensors, and the engine needs several passes. Compile it with "
                 '`torch.compile(model, backend="autogram")`, or set '
                 "`torch._functorch.config.donated_buffer = False` before it is compiled."
             ) from error
@@ -40,15 +40,15 @@ def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
             raise
         calls = {of.recording.freed_by for node in nodes_behind(start) for of in shown_by(node)}
         if call := "".join(sorted(calls)[-1:]):
-            told = f"An earlier call of {call} has freed it. Pass `retain_graph=True` to that call."
+            told = f"Pass `retain_graph=True` to the first call, {call}, which has freed it."
         else:
             told = (
-                "A backward pass has freed it. Pass `retain_graph=True` to it, as in "
+                "Pass `retain_graph=True` to the backward pass that has freed it, as in "
                 "`losses.backward(retain_graph=True)`, or call the engine before it."
             )
         raise FreedGraphError(
             f"The graph of the losses, or a part of it, is gone. {told} If the losses depend on an "
-            "earlier step, as by the state of a recurrent layer, take `.detach()` of it there."
+            "earlier step, as through a recurrent layer's state, take `.detach()` of that state."
         ) from error
 
 

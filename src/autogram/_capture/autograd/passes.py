@@ -288,19 +288,20 @@ class Pass:
         hidden = [f"`{names[tensor]}`" for tensor in changed if tensor in names]
         if hidden:
             raise UnsupportedError(
-                "A backward pass inside of the engine's adds to the gradients of "
+                "A backward pass inside the engine's pass adds to the gradients of "
                 f"{listed(hidden)}. A custom autograd Function or a hook starts it, as reversible "
-                "layers and checkpoints with `use_reentrant=True` do, so that the graph of the "
-                "losses does not lead to these parameters. Let the Function take them as inputs "
-                "and return their gradients, use ordinary layers or `use_reentrant=False`, or give "
-                "the engine modules without these parameters."
+                "layers and checkpoints with `use_reentrant=True` do: the graph of the losses does "
+                "not lead to these parameters. Let the Function take them as inputs "
+                "and return their gradients, use ordinary layers or `use_reentrant=False`, or pass "
+                "modules without these parameters to the engine."
             )
         if changed and self.is_step:
             raise UnsupportedError(
-                "A backward pass inside of the engine's adds to the gradients of tensors that are "
-                f"not the engine's, of the shapes {listed([str(tuple(x.shape)) for x in changed])}."
-                " A custom autograd Function or a hook starts it. `backward` does not know for "
-                "which weights. Call `compute_gramian`, and then `losses.backward(weights)`."
+                "A backward pass inside the engine's pass adds to the gradients of tensors that "
+                "are not the engine's, of the shapes "
+                f"{listed([str(tuple(x.shape)) for x in changed])}."
+                " A custom autograd Function or a hook starts it. `backward` cannot weight these "
+                "gradients. Call `compute_gramian`, and then `losses.backward(weights)`."
             )
         if self._error is not None:
             raise self._error

@@ -78,9 +78,9 @@ class Accounts(dict["Tensor | Tracked", Account]):
                 name = self._run.channel.parameters([parameter]).get(parameter)
                 # The region tells where the elements were.
                 raise UnsupportedError(
-                    f"`{name}` was moved in memory after the forward pass, into another memory "
-                    "format or a buffer. Compute the losses again, with the parameter where it is "
-                    "now."
+                    f"`{name}` was moved in memory after the forward pass, to another memory "
+                    "format or a buffer. Compute the losses again, with the parameter at its new "
+                    "place."
                 )
             return account
         if isinstance(owner, Tracked):

@@ -51,7 +51,7 @@ def confirm(run: Run, check: Check) -> None:
     parameters = "\n".join(lines)
     raise VerificationError(
         "The result does not agree with an ordinary backward pass: for a random vector u, Jᵀ u is "
-        f"not the gradient of the losses times u. Look at\n{parameters}\n{_cause(in_whole)}",
+        f"not the gradient of u times the losses. Look at\n{parameters}\n{_cause(in_whole)}",
         gaps={c.name: c.gap for c in concerned},
         is_of_samples=not in_whole,
     )
@@ -66,15 +66,16 @@ def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> No
     sizes = {n for of in counted for some in of.inputs for n in some}
     if sizes and samples not in sizes:
         message = (
+            "Pass `batch_dim=None` to `Engine`, which gives the same result without this warning. "
             f"There are {samples} losses, and no input of the modules has as many "
-            "samples: each loss depends on the whole batch, as those of several tasks do. They "
-            "are treated so, which is exact. Say so by `batch_dim=None` to `Engine`."
+            "samples: each loss depends on the whole batch, as with several tasks."
         )
     else:
         message = (
-            "The objectives are treated as coupled, which is exact. If each loss is of the whole "
-            "batch, as those of several tasks are, say so by `batch_dim=None` to `Engine`, or by a "
-            f"list or a dict of the losses. If each is of one sample, this is slower: {error}"
+            "Pass `batch_dim=None` to `Engine`, or a list or a dict of losses, if each loss "
+            "depends on the whole batch, as with several tasks. If each loss should depend on one "
+            "sample, keep the samples apart. The result is exact either way, but takes one "
+            f"backward pass for each loss: {error}"
         )
     warn_user(message, CoupledObjectivesWarning)
 
@@ -114,9 +115,10 @@ def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
     names = [f"`{c.name}`" for c in compared if not isfinite(c.engine + c.autograd)]
     if names:
         raise NonFiniteError(
-            "The Gramian cannot be verified: there are gradients that are infinite or not a "
-            f"number, for {listed(names)}. If no single objective has one, an "
-            "ordinary backward pass overflows: in half precision, scale the losses down."
+            "The Gramian cannot be verified: the gradients of "
+            f"{listed(names)} are infinite or not a number. Look for a division by zero or an "
+            "overflow. If the gradients of each single objective are finite, their sum overflows: "
+            "in half precision, scale the losses down."
         )
 
 
@@ -124,11 +126,11 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
     """The likely cause, and its fix, from the parameters that differ if the batch is one sample."""
     if not in_whole:
         return (
-            "With the whole batch as one sample they agree, so no use is missing and every rule is "
-            "right: the samples are mixed, or are elsewhere than was found. Batch normalisation in "
-            "training mode and losses that compare samples mix them, and so may a hook on a "
-            "gradient, which is not in autograd's graph. Pass `batch_dim=None` to `Engine` (exact "
-            "for any losses, slower)."
+            "Pass `batch_dim=None` to `Engine` (exact for any losses, slower). With the whole "
+            "batch as one sample, the gradients agree, so no use is missing and every rule is "
+            "right: the samples are mixed, or the engine has located them wrongly. Batch "
+            "normalisation in training mode and losses that compare samples mix them, and so may a "
+            "hook on a gradient, which is not in autograd's graph."
         )
     rules = dict.fromkeys(rule_name(use) for c in in_whole for use in c.uses.values())
     foreign = [f"`{rule}`" for rule in rules if rule and not rule.startswith("autogram.")]
@@ -136,12 +138,12 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
         return (
             f"The rules {', '.join(foreign)} are not autogram's own: compare the Gramian of a "
             "small model with `autogram.testing.reference_jacobian`, and correct the equation, or "
-            "do not register the rule (the call is then exact, and slower)."
+            "do not register the rule (the call is then exact, but slower)."
         )
     lacking = [f"`{c.name}`" for c in in_whole if c.engine < c.autograd and not c.uses]
     missing = (
         f"A use of {listed(lacking) or 'them, perhaps,'} was not recorded: an operation that the "
-        "recorder cannot see, such as one that keeps a parameter outside of the modules' "
+        "recorder cannot see, such as one that keeps a parameter outside the modules' "
         "`forward`. Call it in the `forward` of a module given to `Engine`, or write it with torch "
         "functions."
     )
@@ -150,8 +152,8 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
     return (
         f"{missing} Or backward passes differ from each other: a hook that clips, randomness, a "
         "checkpoint that computes something else the second time, running statistics that a later "
-        "forward pass has changed. If it is none of these, it is a bug of autogram: please report "
-        "it with these lines."
+        "forward pass has changed. Otherwise, it is a bug of autogram: please report it with these "
+        "lines."
     )
 
 
@@ -161,7 +163,7 @@ def _describe(comparison: Comparison) -> str:
     for use in comparison.uses.values():
         rule = rule_name(use)
         uses.append(f"`{use.function}` (" + (f"rule `{rule}`)" if rule else "without a rule)"))
-    seen = f"used in {', '.join(uses)}" if uses else "of which no use was seen"
+    seen = f"used in {', '.join(uses)}" if uses else "without a recorded use"
     at = f", most at the entry {comparison.entry}" if comparison.entry else ""
     return (
         f"`{comparison.name}`: norms {comparison.engine:.6g} and {comparison.autograd:.6g}, "

@@ -131,8 +131,8 @@ class Driver:
             replays.check_prepared()
             if must_verify:
                 raise UnsupportedError(
-                    "A step that is captured into a CUDA graph cannot be verified: that reads "
-                    "values from the device. Call `engine.verify` outside of the capture."
+                    "A step that is captured into a CUDA graph cannot be verified, because a check "
+                    "reads values from the device. Call `engine.verify` outside the capture."
                 )
         else:
             check = self._schedule.next(survey, must=must_verify)

@@ -171,8 +171,8 @@ def refuse_unconnected() -> NoReturn:
     """Refuses losses that reach no parameter."""
     raise NotConnectedError(
         "The losses do not depend on any parameter of the engine's modules that requires a "
-        "gradient. Compute them from an output of these modules, with gradients enabled. A "
-        "part that is checkpointed with `use_reentrant=True` hides its parameters: pass "
+        "gradient. Compute them from an output of these modules, with gradients enabled. "
+        "Checkpoints with `use_reentrant=True` hide their parameters: pass "
         "`use_reentrant=False`."
     )
 

@@ -42,7 +42,7 @@ def use_in_tail(survey: Survey) -> FallbackUse | None:
         raise UnsupportedError(
             f"The losses use {listed([f'`{names[p]}`' for p in inside])} where calls are not "
             "recorded, and the model is sharded: vector-Jacobian products of one process would "
-            "wait for the others. Use these parameters in the `forward` of a module that is given "
+            "wait for the others. Use these parameters in the `forward` of a module that is passed "
             "to `Engine` before it runs, and penalties in an ordinary backward pass."
         )
     recording = Recording(channel, names, count=-1)  # it has the number -1, and no other use has
@@ -65,14 +65,14 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy
         for function, elements in by_function.items()
     )
     message = (
-        "Some parameters are used where calls are not recorded. What they contribute is explicit "
-        f"rows of J, by {objectives} vector-Jacobian products (one for each objective) through "
-        f"each place: {calls}. To save that, use them in the `forward` of a module that is given "
-        "to `Engine` before it runs, and register a rule for a custom autograd Function "
-        "(`autogram.rules.register_rule`)."
+        "Use these parameters in the `forward` of a module that is passed to `Engine` before it "
+        f"runs: {calls}. Calls elsewhere are not recorded. For a custom autograd Function, "
+        "register a rule (`autogram.rules.register_rule`). Otherwise, the parameters get explicit "
+        f"rows of J, from {objectives} vector-Jacobian products (one for each objective) through "
+        "each place."
     )
     if policy == "error":
-        raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
+        raise UnseenUseError(f'{message} To accept this, pass `unseen="rows"` to `Engine`.')
     warn_user(message, UnseenUseWarning)
 
 
@@ -93,10 +93,11 @@ def tell_of_compiled(channel: Channel, survey: Survey, policy: Unseen) -> None:
         return
     channel.told.add("compiled")
     message = (
-        f"A compiled part hides what it does with {listed(unseen)}, which get explicit rows of J: "
-        "exact, by a backward pass through the part for each objective. To save that, compile it "
-        'by `torch.compile(model, backend="autogram")`, or `layer.compile(backend="autogram")`.'
+        'Compile with `torch.compile(model, backend="autogram")` or '
+        '`layer.compile(backend="autogram")`: another compiled part hides its uses of '
+        f"{listed(unseen)}, which get explicit rows of J: exact, but with a backward pass through "
+        "the part for each objective."
     )
     if policy == "error":
-        raise UnseenUseError(f'{message} To compute it so, pass `unseen="rows"` to `Engine`.')
+        raise UnseenUseError(f'{message} To accept this, pass `unseen="rows"` to `Engine`.')
     warn_user(message, CompiledPartWarning)

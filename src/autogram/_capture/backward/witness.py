@@ -189,7 +189,7 @@ def wrong_product(product: str, reason: str) -> VerificationError:
         f"{product} does not agree with an ordinary backward pass, although the gradient of each "
         f"parameter does: {reason}. A contraction is wrong, or an order of the results. It is a "
         "bug of autogram, or of a kernel of the device: please report it with this line. "
-        "`Engine(model, batch_dim=None)` takes another way, which is slower.",
+        "`Engine(model, batch_dim=None)` uses another way, which is slower.",
         gaps={},
         is_of_samples=False,
     )

@@ -158,8 +158,7 @@ def _use(
             # Without a shape of numbers, a tensor shows no places of samples.
             raise UnsupportedError(
                 f"`{kind.name}` was called with a nested tensor and a parameter. Pad the samples "
-                "to one length, and mask what was added; or put them one behind the other in one "
-                "tensor."
+                "to one length, and mask the padding; or concatenate them in one tensor."
             )
         is_sparse |= tensor.layout != torch.strided
         is_complex |= tensor.is_complex()
@@ -167,10 +166,10 @@ def _use(
     for tensor, status in tracked:
         if tensor.is_inference():
             raise UnsupportedError(
-                f"`{kind.name}` was called with a parameter that was made in inference mode, of "
-                "which PyTorch drops some gradients. Make the module outside of "
-                "`torch.inference_mode`, or put `nn.Parameter(parameter.clone())` in the place of "
-                "its parameters."
+                f"`{kind.name}` was called with a parameter that was made in inference mode: "
+                "PyTorch drops some of its gradients. Make the module outside "
+                "`torch.inference_mode`, or replace its parameters by "
+                "`nn.Parameter(parameter.clone())`."
             )
         now.append((tensor, status if tensor.is_leaf else as_of_now(tensor, status)))
     # Sparse tensors are no factors.

@@ -71,7 +71,7 @@ class Tapping:
             if index not in decision.answers:
                 raise RuleError(
                     f"The rule of `{kind.name}` has no recipe for tensor {index} of its results, "
-                    "which requires a gradient. Return recipes with each `output`."
+                    "which requires a gradient. Return recipes for each `output`."
                 )
             read: list[Tracked] = []
             recipes: list[KeptRecipe] = []

@@ -118,7 +118,7 @@ def infer(
     results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
     if any(of.is_nested_tensor for of in results):
         raise UnsupportedError(
-            "There is a nested tensor in the graph of the losses, and no node shows where the "
+            "The graph of the losses contains a nested tensor, and no node shows where the "
             "samples are in it. Pad the samples to one size, or pass `batch_dim=None` (exact, "
             "slower)."
         )

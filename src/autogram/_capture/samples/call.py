@@ -139,8 +139,8 @@ class CallLayouts:
         if self._replays is None:
             return
         raise UnsupportedError(
-            "A step is captured into a CUDA graph, and it is not known where its samples are: "
-            "no eager step had such a graph of calls, with such shapes, or a Function in Python "
-            "decides. Run the step that is captured a few times as it is. Call "
-            "`engine.prepare_capture()` then."
+            "Run the captured step a few times eagerly. Call `engine.prepare_capture()` then. A "
+            "step is captured into a CUDA graph, and it is not known where its samples are: no "
+            "eager step had such a graph of calls, with such shapes, or a Function in Python "
+            "decides."
         )

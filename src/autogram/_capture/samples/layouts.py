@@ -51,8 +51,8 @@ def regular_layout_of_places(places: Places, batch: int) -> Folded | None:
 def mixed_samples(use: Use, cause: str = "") -> MixedSamplesError:
     """The error for a use whose samples have no places of their own, with a sentence on why."""
     return MixedSamplesError(
-        f"The samples are mixed before the result of {describe(use)} reaches the losses: in this "
-        f"tensor of shape {use.shape}, they have no places of their own. {cause}Batch "
+        f"The samples are mixed between the result of {describe(use)} and the losses: this "
+        f"tensor of shape {use.shape} has no separate places for them. {cause}Batch "
         "normalisation in training mode does this, and so do losses that compare samples, and "
         "parameters that are used without a batch. Call `.eval()` on the normalisation, replace it "
         "by `nn.GroupNorm`, or pass `batch_dim=None` to `Engine` (exact for any losses, slower)."

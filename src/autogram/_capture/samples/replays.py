@@ -36,9 +36,9 @@ class Replays:
         """Raises unless steps may be captured."""
         if not self._is_wrong:
             raise UnsupportedError(
-                "A step is captured into a CUDA graph, and the engine is not prepared for it: what "
-                "it has to find out, it can find out in eager steps only. Run the step as it is a "
-                "few times. Call `engine.prepare_capture()` then, and capture the step."
+                "A step is captured into a CUDA graph, and the engine is not prepared for it: only "
+                "eager steps can find the samples. Run the step eagerly a few times. Call "
+                "`engine.prepare_capture()` then, and capture the step."
             )
 
     def add(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -62,8 +62,8 @@ class Replays:
                 "A captured step was replayed with index values or masks that move samples to "
                 "other places, with gradients where there were none, or with weights that are not "
                 "finite: its results since the last check are in doubt. Take the parameters from "
-                "before, run the step eagerly with such values, call `engine.prepare_capture()`, "
-                "and capture the step again."
+                "before that check, run the step eagerly with such values, call "
+                "`engine.prepare_capture()`, and capture the step again."
             )
 
 

@@ -160,7 +160,7 @@ class Survey:
             raise UnsupportedError(
                 "The losses depend on several forward passes, and the engine's hooks on a module "
                 f"were switched in between: J has no single meaning for {listed(names)}. Compute "
-                "the losses anew, with the hooks as they are now."
+                "the losses anew, with the present hooks."
             )
         return found
 
@@ -177,10 +177,10 @@ class Survey:
         read = {getattr(node, "variable", None) for node in nodes_from(starts, is_end)}
         if names := [f"`{name}`" for p, name in self.names.items() if p in new & read]:
             raise UnsupportedError(
-                f"A forward pass has read {listed(names)}, not known to the engine as a parameter: "
-                "it became part of the modules since the engine last saw them, in the forward pass "
-                "or in front of one in which `functional_call` put another tensor in its place. "
-                "Compute the losses once more, as the engine knows the parameter now."
+                f"Compute the losses once more. A forward pass has read {listed(names)}, which the "
+                "engine did not know as a parameter: it became part of the modules after the "
+                "engine last saw them, in the forward pass or before one in which "
+                "`functional_call` replaced it by another tensor. The engine knows it now."
             )
 
     def _find_tail(self) -> list[TailUse]:

@@ -368,7 +368,7 @@ def test_the_graph_of_numbers_is_freed_or_kept() -> None:
         engine.backward(losses, lambda gramian: gramian[0], retain_graph=True)
     engine.backward(losses, lambda gramian: gramian[0])
     with pytest.raises(
-        FreedGraphError, match=r"An earlier call of `engine\.backward` has freed it"
+        FreedGraphError, match=r"to the first call, `engine\.backward`, which has freed it"
     ):
         engine.backward(losses, lambda gramian: gramian[0])
 
