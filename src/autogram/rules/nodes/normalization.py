@@ -87,8 +87,8 @@ def _by_scale(input: Tensor, inverse: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _of_groups(dims: str, groups: int, eps: float, *are_read: bool) -> Formula:
-    return Formula(dims, partial(_by_group, dims, groups, eps, *are_read))
+def _of_groups(dims: str, groups: int, eps: float, has_weight: bool, has_bias: bool) -> Formula:
+    return Formula(dims, partial(_by_group, dims, groups, eps, has_weight, has_bias))
 
 
 def _by_group(
