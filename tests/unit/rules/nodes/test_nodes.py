@@ -376,8 +376,8 @@ def test_an_operation_has_one_rule() -> None:
         of_nodes("Addmm")(lambda _: None)
 
 
-# Calls in half precision whose factors are computed. Statistics of normalisations are left out:
-# a node has saved them in half precision, too.
+# Calls in half precision whose factors are computed. A layer normalisation is left out: its node
+# has saved the statistics in half precision, too, and no epsilon.
 COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "numerator": lambda p, x: p / x,
     "denominator": lambda p, x: x / p,
@@ -388,6 +388,9 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weight": lambda p, x: torch.lerp(x, 2 * x, p),
     "scale": lambda p, x: torch.sub(x, p, alpha=1.7),
     "prelu": lambda p, x: F.prelu(-x, p),
+    "batch_norm": lambda p, x: F.batch_norm(x, None, None, p, p, True),
+    "running": lambda p, x: F.batch_norm(x, x[0], x[1], p, p),
+    "group_norm": lambda p, x: F.group_norm(x.unsqueeze(2), 2, p, p),
 }
 
 
