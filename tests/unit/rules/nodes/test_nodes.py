@@ -244,6 +244,61 @@ def test_what_a_tensor_is_changed_to() -> None:
     assert compared(x.grad_fn, 1) > 0
 
 
+def invertible(*shape: int) -> Tensor:
+    """Stacked matrices far from singular ones."""
+    return torch.randn(shape).mul(0.1).add(torch.eye(shape[-1])).requires_grad_()
+
+
+SYSTEMS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "matrix": lambda: ((a := invertible(3, 3)), torch.linalg.solve(a, torch.randn(3, 4))),
+    "stacked": lambda: ((a := invertible(3, 3)), torch.linalg.solve(a, torch.randn(2, 3, 4))),
+    "size one": lambda: ((a := invertible(1, 3, 3)), torch.linalg.solve(a, torch.randn(2, 3, 4))),
+    "from the right": lambda: (
+        (a := invertible(3, 3)),
+        torch.linalg.solve(a, torch.randn(2, 4, 3), left=False),
+    ),
+    "triangular": lambda: (
+        (a := invertible(3, 3)),
+        torch.linalg.solve_triangular(a, torch.randn(2, 3, 4), upper=True),
+    ),
+    "with ones on the diagonal": lambda: (
+        (a := invertible(3, 3)),
+        torch.linalg.solve_triangular(
+            a, torch.randn(4, 3), upper=False, left=False, unitriangular=True
+        ),
+    ),
+    "distances to points": lambda: ((p := parameter(5, 2)), torch.cdist(torch.randn(3, 2), p)),
+    "distances from points": lambda: ((p := parameter(5, 2)), torch.cdist(p, torch.randn(3, 2))),
+    "distances of zero": lambda: ((p := parameter(5, 2)), torch.cdist(p.detach()[:3], p)),
+    "stacked distances": lambda: (
+        (p := parameter(1, 5, 2)),
+        torch.cdist(torch.randn(3, 4, 2), p),
+    ),
+    "distances from many points": lambda: (
+        (p := parameter(3, 2)),
+        torch.cdist(torch.randn(30, 2), p),
+    ),
+    "image": lambda: (
+        (p := parameter(1, 2, 3, 3)),
+        F.grid_sample(p, torch.rand(1, 4, 2, 2), align_corners=True),
+    ),
+    "images": lambda: (
+        (p := parameter(2, 1, 3, 3)),
+        F.grid_sample(p, torch.rand(2, 3, 1, 2), "bicubic", "border", align_corners=False),
+    ),
+    "image in space": lambda: (
+        (p := parameter(1, 2, 3, 2, 2)),
+        F.grid_sample(p, torch.rand(1, 4, 1, 1, 3), align_corners=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_solutions_distances_and_images(name: str) -> None:
+    p, output = SYSTEMS[name]()
+    assert_compared(output, p)
+
+
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "another operation": lambda p: p.cumsum(0),
     "input of a normalisation": lambda p: F.layer_norm(p, (4,)),
@@ -251,6 +306,9 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "index in the second dimension": lambda p: p[:, INDICES],
     # By sizes, the next one could be a mask of a matrix.
     "index of one": lambda p: torch.ops.aten.index(p, [torch.tensor(2)]),
+    "other distances": lambda p: torch.cdist(p, torch.randn(3, 4), 1.0),
+    "solution that is a vector": lambda p: torch.linalg.solve(p, torch.randn(4)),
+    "several matrices": lambda p: torch.linalg.solve(p.expand(2, 4, 4), torch.randn(2, 4, 1)),
     "two indices": lambda p: p[INDICES, INDICES],
     "mask of elements": lambda p: p[p > 0],
     "index_select in the second dimension": lambda p: p.index_select(1, INDICES[0]),
