@@ -109,7 +109,7 @@ def batch_norm(
     """Weight and bias per channel, with statistics of the batch or running ones."""
     channel = positions(2)[1]
     if training or running_mean is None or running_var is None:
-        return _affine(input, weight, bias, channel, _by_batch, eps=eps)
+        return _affine(input, weight, bias, channel, by_batch, eps=eps)
     # Copies, because the next forward pass in training mode changes the statistics in place.
     statistics = (running_mean.clone(), running_var.clone())
     return _affine(input, weight, bias, channel, standardize, *statistics, eps=eps)
@@ -153,7 +153,7 @@ def _normalized(
     return cotangent, normalize(*promoted(*saved))
 
 
-def _by_batch(input: Tensor, *, eps: float) -> Tensor:
+def by_batch(input: Tensor, *, eps: float) -> Tensor:
     """x^ with statistics of the batch, also where that is a single value for each channel."""
     # `F.batch_norm` refuses a single value, which `torch.batch_norm` takes.
     is_enabled = torch.backends.cudnn.enabled

@@ -51,11 +51,11 @@ def grid_sampler(
     if input.dim() not in (4, 5):
         return None
     options = interpolation_mode, padding_mode, align_corners
-    blocks = partial(_blocks, tuple(input.shape[2:]), options)
+    blocks = partial(blocks_of_images, tuple(input.shape[2:]), options)
     return [Recipe((input,), Formula("N-TRU"[: input.dim()], blocks), (grid,))]
 
 
-def _blocks(
+def blocks_of_images(
     pixels: tuple[int, ...],
     options: tuple[int, int, bool],
     layout: Layout | None,

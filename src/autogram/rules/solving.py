@@ -70,9 +70,13 @@ def _solved(
     factors = -function(matrix.mT, cotangent, **adjoint), function(matrix, other, **forward)
     if "upper" not in forward:
         return factors
-    n, skipped = len(matrix), int(forward["unitriangular"])
-    ones = torch.ones(n, n, dtype=matrix.dtype, device=matrix.device)
-    return *factors, ones.triu(skipped) if forward["upper"] else ones.tril(-skipped)
+    return *factors, triangle_of(matrix, forward["upper"], forward["unitriangular"])
+
+
+def triangle_of(matrix: Tensor, upper: bool, unitriangular: bool) -> Tensor:
+    """Ones in the triangle of a matrix that counts, and zeros elsewhere."""
+    ones, skipped = torch.ones_like(matrix), int(unitriangular)
+    return ones.triu(skipped) if upper else ones.tril(-skipped)
 
 
 @register_rule(torch.cdist)
@@ -97,8 +101,14 @@ def _moved(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The cotangent over the distances, and the two terms of the difference of points."""
     cotangent, x1, x2 = promoted(cotangent, x1, x2)
-    distances = torch.cdist(x1, x2, **options)
     own, other = (x1, x2) if is_first else (x2, x1)
+    return differences(cotangent, own, other, torch.cdist(x1, x2, **options))
+
+
+def differences(
+    cotangent: Tensor, own: Tensor, other: Tensor, distances: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangent over the distances, and the two terms of own points minus others."""
     own = own.reshape(own.shape[-2:])
     scaled = torch.where(distances > 0, cotangent / distances, 0)
     return (

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autogram._blocks import Block, Folded, Layout, Lookup, Routed
 
-__all__ = ["Layout", "layouts_of", "of_each_sample", "rows_of"]
+__all__ = ["Layout", "Routed", "layouts_of", "of_each_sample", "rows_of"]
 
 
 def rows_of(block: Block | Lookup, shape: Sequence[int]) -> Tensor:

@@ -6,6 +6,8 @@ from autogram.rules.nodes import (  # noqa: F401 - importing a file registers it
     normalization,
     products,
     recurrent,
+    sampling,
+    solving,
     tables,
 )
 from autogram.rules.nodes.registry import (

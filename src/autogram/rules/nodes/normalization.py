@@ -1,21 +1,22 @@
 """Nodes of normalisations: weight and bias, from the statistics that the node saved.
 
-The input has no recipe, since its statistics depend on it. A node saves the statistics in the
-dtype in which it has computed them, so that the rows have the digits of PyTorch's own gradient.
+The input has no recipe, since its statistics depend on it. Statistics that were saved in half
+precision are computed again, but for those of layer normalisations, which save no epsilon: there
+the rows have the digits of PyTorch's own gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Layout
-from autogram.rules._recipe import Formula, formula_of, positions
+from autogram.rules._recipe import Formula, formula_of, positions, promoted
 from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
-from autogram.rules.normalization import blocks_by_group, standardize, weight_formula
+from autogram.rules.normalization import blocks_by_group, by_batch, standardize, weight_formula
 
 _SAVED = ("input", "result1", "result2")
 
@@ -23,7 +24,7 @@ _SAVED = ("input", "result1", "result2")
 @of_nodes("NativeLayerNorm")
 def _layer_norm(read: NodeInput) -> NodeRecipe | None:
     """Elementwise weight and bias over the last dimensions."""
-    return _affine(read, _last(read), _SAVED)
+    return _affine(read, _last(read))
 
 
 @of_nodes("FusedRmsNorm")
@@ -37,9 +38,11 @@ def _rms_norm(read: NodeInput) -> NodeRecipe | None:
 def _batch_norm(read: NodeInput) -> NodeRecipe | None:
     """Weight and bias per channel, with statistics of the batch or running ones."""
     rank, channel = len(read.result), positions(2)[1]
-    if read.number("training") or read.position != 1:
-        return _affine(read, channel, _SAVED)
+    if read.position != 1:
+        return _affine(read, channel)
     eps = read.number("eps" if read.has("eps") else "epsilon")
+    if read.number("training"):
+        return NodeRecipe(_of_batch(rank, channel, eps), _SAVED)
     formula = weight_formula(rank, channel, standardize, (("eps", eps),))
     return NodeRecipe(formula, ("input", "running_mean", "running_var"))
 
@@ -63,21 +66,18 @@ def _last(read: NodeInput) -> str:
     return positions(len(read.result))[-len(read.number("normalized_shape")) :]
 
 
-def _affine(read: NodeInput, target: str, fields: tuple[str, ...]) -> NodeRecipe | None:
-    """The recipe of a weight or a bias, with mean and inverse deviation in the last fields."""
+def _affine(read: NodeInput, target: str) -> NodeRecipe | None:
+    """The recipe of a weight or a bias, with mean and inverse deviation of the last dimensions."""
     if read.position == 0:
         return None
     rank = len(read.result)
     if read.position == 2:
         return NodeRecipe(formula_of(f"{positions(rank)}->{target}"))
-    return NodeRecipe(weight_formula(rank, target, _by_statistics, ()), fields)
+    return NodeRecipe(weight_formula(rank, target, _by_statistics, ()), _SAVED)
 
 
 def _by_statistics(input: Tensor, mean: Tensor, inverse: Tensor) -> Tensor:
-    """x^ from statistics of the last dimensions, or of each channel."""
-    if mean.dim() == 1 != input.dim():
-        shape = (1, -1) + (1,) * (input.dim() - 2)
-        mean, inverse = mean.view(shape), inverse.view(shape)
+    """x^ of a normalisation with a mean."""
     return (input - mean) * inverse
 
 
@@ -87,8 +87,30 @@ def _by_scale(input: Tensor, inverse: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=4096)
-def _of_groups(dims: str, groups: int, eps: float, *are_read: bool) -> Formula:
-    return Formula(dims, partial(_by_group, dims, groups, eps, *are_read))
+def _of_batch(dims: int, channel: str, eps: float) -> Formula:
+    output = positions(dims)
+    equation = f"{output},{output}->{channel}"
+    return formula_of.__wrapped__(equation, prepare=partial(_normalized_by_batch, eps))
+
+
+def _normalized_by_batch(
+    eps: float, cotangent: Tensor, input: Tensor, *statistics: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The cotangent and x^, with the saved statistics where they have enough digits."""
+    if not _have_digits(statistics):
+        return cotangent, by_batch(*promoted(input), eps=eps)
+    shape = (1, -1) + (1,) * (input.dim() - 2)
+    input, mean, inverse = promoted(input, *statistics)
+    return cotangent, (input - mean.view(shape)) * inverse.view(shape)
+
+
+def _have_digits(statistics: Sequence[Tensor]) -> bool:
+    return all(x.dtype in (torch.float32, torch.float64) for x in statistics)
+
+
+@lru_cache(maxsize=4096)
+def _of_groups(dims: str, groups: int, eps: float, has_weight: bool, has_bias: bool) -> Formula:
+    return Formula(dims, partial(_by_group, dims, groups, eps, has_weight, has_bias))
 
 
 def _by_group(
@@ -101,6 +123,5 @@ def _by_group(
     *tensors: Tensor,
 ) -> Iterator[Block]:
     """The blocks of weight and bias, with the saved statistics where they have enough digits."""
-    is_wide = all(x.dtype in (torch.float32, torch.float64) for x in tensors[2:])
-    given = tensors if is_wide else tensors[:2]
+    given = tensors if _have_digits(tensors[2:]) else tensors[:2]
     return blocks_by_group(dims, groups, eps, has_weight, has_bias, layout, *given)

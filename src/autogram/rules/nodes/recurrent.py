@@ -9,18 +9,18 @@ from torch import Tensor
 
 from autogram._blocks import Block, Layout
 from autogram.rules._recipe import Formula
-from autogram.rules._recurrence import gru_cell, lstm_cell, relu_cell, tanh_cell
+from autogram.rules._recurrence import Cell, gru_cell, lstm_cell, relu_cell, tanh_cell
 from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules.recurrent import Replay
 
 # By PyTorch's numbers of modes: the cell, and the states that a node has saved.
-_OF_CUDNN = {
+_OF_CUDNN: dict[int, tuple[Cell, tuple[str, ...]]] = {
     0: (relu_cell, ("hx",)),
     1: (tanh_cell, ("hx",)),
     2: (lstm_cell, ("hx", "cx")),
     3: (gru_cell, ("hx",)),
 }
-_OF_MKLDNN = {2: (lstm_cell, ("hx_", "cx_"))}
+_OF_MKLDNN: dict[int, tuple[Cell, tuple[str, ...]]] = {2: (lstm_cell, ("hx_", "cx_"))}
 
 
 @of_nodes("MkldnnRnnLayer", holds_for_each_result=True, gives_several=True)
@@ -43,21 +43,54 @@ def _mkldnn_layer(read: NodeInput) -> NodeRecipe | None:
     return NodeRecipe(_of_weights(replay, read.positions), ("input", *states, *weights))
 
 
+@of_nodes("CudnnRnn", holds_for_each_result=True, gives_several=True)
+def _cudnn_layers(read: NodeInput) -> NodeRecipe | None:
+    """The weights of all layers of a recurrent module on a GPU.
+
+    The results are the output at all steps, and the final states of all layers.
+    """
+    (cell, states), result = _OF_CUDNN[read.number("mode")], read.number_of_result
+    layers, directions = read.number("num_layers"), 1 + read.number("bidirectional")
+    is_random = read.number("dropout") and read.number("train") and layers > 1
+    count = read.number("weight_stride0") * layers * directions
+    if is_random or result > len(states) or not _are_weights(read, count):
+        return None  # no replay has the random mask
+    packed, is_batch_first = tuple(read.number("batch_sizes")), read.number("batch_first")
+    shape, dims = read.node._input_metadata[0].shape, "S-"
+    if not packed:
+        steps, sequences = shape[1::-1] if is_batch_first else shape[:2]
+        packed, dims = (sequences,) * steps, "S--" if is_batch_first else "-S-"
+    dims, final = (dims, None) if result == 0 else ("-S-", result - 1)
+    replay = Replay(cell, len(states), packed, directions, dims, final)
+    formula = _of_weights(replay, read.positions, is_batch_first)
+    return NodeRecipe(formula, ("input", *states, "weight"))
+
+
 def _are_weights(read: NodeInput, count: int) -> bool:
     """Whether the inputs are some of the weights, which come behind the layer's own input."""
     return all(1 <= position <= count for position in read.positions)
 
 
 @lru_cache(maxsize=1024)
-def _of_weights(replay: Replay, positions: tuple[int, ...]) -> Formula:
+def _of_weights(
+    replay: Replay, positions: tuple[int, ...], is_batch_first: bool = False
+) -> Formula:
     """The formula of some weights, before whose blocks a replay gives those of the states."""
     numbers = tuple([replay.n_states + position - 1 for position in positions])
-    return Formula(replay.dims, partial(_chosen, replay, numbers))
+    return Formula(replay.dims, partial(_chosen, replay, numbers, is_batch_first))
 
 
 def _chosen(
-    replay: Replay, numbers: tuple[int, ...], layout: Layout | None, *tensors: Tensor
+    replay: Replay,
+    numbers: tuple[int, ...],
+    is_batch_first: bool,
+    layout: Layout | None,
+    cotangent: Tensor,
+    input: Tensor,
+    *tensors: Tensor,
 ) -> list[Block]:
-    """Some of the blocks that a replay gives."""
-    blocks = enumerate(islice(replay.blocks(layout, *tensors), max(numbers) + 1))
+    """Some of the blocks that a replay gives, which is given the input with time first."""
+    input = input.transpose(0, 1) if is_batch_first else input
+    given = replay.blocks(layout, cotangent, input, *tensors)
+    blocks = enumerate(islice(given, max(numbers) + 1))
     return [block for number, block in blocks if number in numbers]

@@ -1,6 +1,6 @@
 """Rules by node compared with what the node itself computes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,10 +39,13 @@ def inputs_of(node: Any) -> Iterator[tuple[int, Any]]:
             yield position, following._input_metadata[number]
 
 
-def compared(node: Any, position: int, number: int = 0) -> int:
+def compared(
+    node: Any, position: int, number: int = 0, layouts: Sequence[Layout | None] | None = None
+) -> int:
     """How many layouts the rows of an input were compared for, or 0 if no rule knows them.
 
-    The cotangent is that of one result of the node, by its number.
+    The cotangent is that of one result of the node, by its number. Without ``layouts``, samples
+    are along each dimension that the formula allows.
     """
     recipe = node_recipe(operation_of(node), node, position, number)
     saved = None if recipe is None else read_fields(node, recipe.fields)
@@ -54,7 +57,8 @@ def compared(node: Any, position: int, number: int = 0) -> int:
     rows = partial(by_node, node, position, number)
     if not rows(cotangent).isfinite().all():
         return 0  # the zeros of other samples would not keep infinite derivatives out
-    layouts = [None, *layouts_of(shape, recipe.formula.dims, recipe.formula.depth)]
+    if layouts is None:
+        layouts = [None, *layouts_of(shape, recipe.formula.dims, recipe.formula.depth)]
     for layout in layouts:
         expected = torch.stack([rows(x) for x in of_each_sample(layout, cotangent)], 1)
         found = by_formula(recipe.formula, layout, cotangent, saved, expected.shape)

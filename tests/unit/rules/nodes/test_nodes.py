@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import RuleError, UnsupportedError
-from autogram.rules.nodes import node_recipe, of_nodes, read_fields
-from tests.unit._blocks.rows import rows_of
+from autogram.rules.nodes import (
+    joint_recipe,
+    node_recipe,
+    of_nodes,
+    read_fields,
+    registered_operations,
+)
+from tests.unit._blocks.rows import layouts_of, rows_of
 from tests.unit.rules.nodes.comparing import (
     compared,
     inputs_of,
@@ -239,6 +244,61 @@ def test_what_a_tensor_is_changed_to() -> None:
     assert compared(x.grad_fn, 1) > 0
 
 
+def invertible(*shape: int) -> Tensor:
+    """Stacked matrices far from singular ones."""
+    return torch.randn(shape).mul(0.1).add(torch.eye(shape[-1])).requires_grad_()
+
+
+SYSTEMS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+    "matrix": lambda: ((a := invertible(3, 3)), torch.linalg.solve(a, torch.randn(3, 4))),
+    "stacked": lambda: ((a := invertible(3, 3)), torch.linalg.solve(a, torch.randn(2, 3, 4))),
+    "size one": lambda: ((a := invertible(1, 3, 3)), torch.linalg.solve(a, torch.randn(2, 3, 4))),
+    "from the right": lambda: (
+        (a := invertible(3, 3)),
+        torch.linalg.solve(a, torch.randn(2, 4, 3), left=False),
+    ),
+    "triangular": lambda: (
+        (a := invertible(3, 3)),
+        torch.linalg.solve_triangular(a, torch.randn(2, 3, 4), upper=True),
+    ),
+    "with ones on the diagonal": lambda: (
+        (a := invertible(3, 3)),
+        torch.linalg.solve_triangular(
+            a, torch.randn(4, 3), upper=False, left=False, unitriangular=True
+        ),
+    ),
+    "distances to points": lambda: ((p := parameter(5, 2)), torch.cdist(torch.randn(3, 2), p)),
+    "distances from points": lambda: ((p := parameter(5, 2)), torch.cdist(p, torch.randn(3, 2))),
+    "distances of zero": lambda: ((p := parameter(5, 2)), torch.cdist(p.detach()[:3], p)),
+    "stacked distances": lambda: (
+        (p := parameter(1, 5, 2)),
+        torch.cdist(torch.randn(3, 4, 2), p),
+    ),
+    "distances from many points": lambda: (
+        (p := parameter(3, 2)),
+        torch.cdist(torch.randn(30, 2), p),
+    ),
+    "image": lambda: (
+        (p := parameter(1, 2, 3, 3)),
+        F.grid_sample(p, torch.rand(1, 4, 2, 2), align_corners=True),
+    ),
+    "images": lambda: (
+        (p := parameter(2, 1, 3, 3)),
+        F.grid_sample(p, torch.rand(2, 3, 1, 2), "bicubic", "border", align_corners=False),
+    ),
+    "image in space": lambda: (
+        (p := parameter(1, 2, 3, 2, 2)),
+        F.grid_sample(p, torch.rand(1, 4, 1, 1, 3), align_corners=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_solutions_distances_and_images(name: str) -> None:
+    p, output = SYSTEMS[name]()
+    assert_compared(output, p)
+
+
 UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "another operation": lambda p: p.cumsum(0),
     "input of a normalisation": lambda p: F.layer_norm(p, (4,)),
@@ -246,6 +306,9 @@ UNKNOWN: dict[str, Callable[[Tensor], Tensor]] = {
     "index in the second dimension": lambda p: p[:, INDICES],
     # By sizes, the next one could be a mask of a matrix.
     "index of one": lambda p: torch.ops.aten.index(p, [torch.tensor(2)]),
+    "other distances": lambda p: torch.cdist(p, torch.randn(3, 4), 1.0),
+    "solution that is a vector": lambda p: torch.linalg.solve(p, torch.randn(4)),
+    "several matrices": lambda p: torch.linalg.solve(p.expand(2, 4, 4), torch.randn(2, 4, 1)),
     "two indices": lambda p: p[INDICES, INDICES],
     "mask of elements": lambda p: p[p > 0],
     "index_select in the second dimension": lambda p: p.index_select(1, INDICES[0]),
@@ -281,6 +344,55 @@ def test_counts_of_tokens_are_refused(function: Callable[..., Tensor]) -> None:
     node = function(INDICES, parameter(4, 3), scale_grad_by_freq=True).grad_fn
     with pytest.raises(UnsupportedError, match="divides gradients by the counts"):
         node_recipe(operation_of(node), node, 0)
+
+
+def lstm() -> Any:
+    """The node of the first direction of a layer."""
+    x = torch.randn(5, 4, 3, dtype=torch.float32)
+    return nn.LSTM(3, 2, dtype=torch.float32)(x)[0].grad_fn
+
+
+def group_norm() -> Any:
+    """A node of group normalisation, with a weight and a bias."""
+    return F.group_norm(torch.randn(4, 6, 2), 3, parameter(6), parameter(6)).grad_fn
+
+
+@pytest.mark.parametrize(
+    ("make", "positions", "number"),
+    [(lstm, (1, 2, 3, 4), 0), (lstm, (2, 4), 1), (group_norm, (1, 2), 0)],
+)
+def test_blocks_of_several_inputs(
+    make: Callable[[], Any], positions: tuple[int, ...], number: int
+) -> None:
+    """They are those of the inputs one by one, from one formula."""
+    node = make()
+    operation = operation_of(node)
+    if operation not in registered_operations():
+        pytest.skip(f"PyTorch {torch.__version__} composes this of other nodes here.")
+    result = node._input_metadata[number]
+    cotangent = torch.randn(2, *result.shape, dtype=result.dtype)
+    joint = joint_recipe(operation, node, positions, number)
+    assert joint is not None
+    saved = read_fields(node, joint.fields)
+    assert saved is not None
+    for layout in layouts_of(result.shape, joint.formula.dims, joint.formula.depth):
+        blocks = list(joint.formula.blocks(layout, cotangent, *saved))
+        assert len(blocks) == len(positions)
+        for position, block in zip(positions, blocks, strict=True):
+            recipe = node_recipe(operation, node, position, number)
+            assert recipe is not None
+            own = read_fields(node, recipe.fields)
+            assert own is not None
+            (alone,) = recipe.formula.blocks(layout, cotangent, *own)
+            following, which = node.next_functions[position]
+            shape = tuple(following._input_metadata[which].shape)
+            torch.testing.assert_close(rows_of(block, shape), rows_of(alone, shape))
+
+
+def test_other_inputs_have_recipes_of_their_own() -> None:
+    node = F.linear(torch.randn(3, 2), parameter(4, 2), parameter(4)).grad_fn
+    assert joint_recipe("Addmm", node, (0, 2)) is None
+    assert joint_recipe("Cumsum", node, (0, 2)) is None
 
 
 def test_sparse_factors_have_no_formula() -> None:
@@ -322,8 +434,8 @@ def test_an_operation_has_one_rule() -> None:
         of_nodes("Addmm")(lambda _: None)
 
 
-# Calls in half precision whose factors are computed. Statistics of normalisations are left out:
-# a node has saved them in half precision, too.
+# Calls in half precision whose factors are computed. A layer normalisation is left out: its node
+# has saved the statistics in half precision, too, and no epsilon.
 COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "numerator": lambda p, x: p / x,
     "denominator": lambda p, x: x / p,
@@ -334,6 +446,9 @@ COMPUTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weight": lambda p, x: torch.lerp(x, 2 * x, p),
     "scale": lambda p, x: torch.sub(x, p, alpha=1.7),
     "prelu": lambda p, x: F.prelu(-x, p),
+    "batch_norm": lambda p, x: F.batch_norm(x, None, None, p, p, True),
+    "running": lambda p, x: F.batch_norm(x, x[0], x[1], p, p),
+    "group_norm": lambda p, x: F.group_norm(x.unsqueeze(2), 2, p, p),
 }
 
 
@@ -370,83 +485,6 @@ def test_a_number_does_not_widen_the_products() -> None:
     assert saved is not None
     (block,) = recipe.formula.blocks(None, torch.ones(1, 3, dtype=torch.float32), *saved)
     assert {x.dtype for x in block.operands} == {torch.float32}
-
-
-# Nodes that other devices make, by their first result, their inputs and what they save; and what
-# they compute.
-
-
-def stand_in(name: str, result: Tensor, *inputs: Tensor, **saved: Any) -> Any:
-    """A node of some kind."""
-    fields: dict[str, Any] = {f"_saved_{key}": value for key, value in saved.items()}
-    raw = {f"_raw_saved_{key}": x for key, x in saved.items() if isinstance(x, Tensor)}
-    node = type(f"{name}Backward0", (), fields | raw)()
-    node._input_metadata = [SimpleNamespace(shape=result.shape, dtype=result.dtype)]
-    node.next_functions = tuple(
-        (SimpleNamespace(_input_metadata=[SimpleNamespace(shape=x.shape, dtype=x.dtype)]), 0)
-        for x in inputs
-    )
-    node.name = lambda: name
-
-    def carry_out(cotangent: Tensor) -> tuple[Tensor, ...]:
-        found = torch.autograd.grad(result, inputs, cotangent, retain_graph=True, allow_unused=True)
-        return tuple(found)
-
-    type(node).__call__ = lambda _, cotangent: carry_out(cotangent)
-    return node
-
-
-def linear_of_others() -> Any:
-    x, weight, bias = parameter(3, 5, 2), parameter(4, 2), parameter(4)
-    result = F.linear(x, weight, bias)
-    return stand_in("Linear", result, x, weight, bias, input=x.detach(), weight=weight.detach())
-
-
-def rms_norm_of_a_gpu() -> Any:
-    x, weight = parameter(3, 5, 4), parameter(4)
-    inverse = x.detach().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
-    result = F.rms_norm(x, (4,), weight, 1e-5)
-    saved = {"input": x.detach(), "result1": inverse, "normalized_shape": (4,)}
-    return stand_in("FusedRmsNorm", result, x, weight, **saved)
-
-
-def batch_norm_of_a_gpu(name: str) -> Any:
-    x, weight, bias = parameter(3, 4, 5), parameter(4), parameter(4)
-    result = F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5)
-    mean, inverse = x.detach().mean((0, 2)), x.detach().var((0, 2), correction=0)
-    saved = {"result1": mean, "result2": inverse.add(1e-5).rsqrt(), "input": x.detach()}
-    return stand_in(name, result, x, weight, bias, training=True, epsilon=1e-5, **saved)
-
-
-def convolution_of_others() -> Any:
-    x, weight, bias = parameter(2, 4, 6), parameter(6, 2, 3), parameter(6)
-    result = F.conv1d(x, weight, bias, 2, 1, 1, 2)
-    saved = {"stride": (2,), "padding": (1,), "dilation": (1,), "groups": 2, "transposed": False}
-    return stand_in("ConvolutionOverrideable", result, x, weight, bias, input=x.detach(), **saved)
-
-
-@pytest.mark.parametrize(
-    ("make", "positions"),
-    [
-        (linear_of_others, [1, 2]),
-        (rms_norm_of_a_gpu, [1]),
-        (partial(batch_norm_of_a_gpu, "CudnnBatchNorm"), [1, 2]),
-        (partial(batch_norm_of_a_gpu, "MiopenBatchNorm"), [1, 2]),
-        (convolution_of_others, [1, 2]),
-    ],
-)
-def test_nodes_of_other_devices(make: Callable[[], Any], positions: list[int]) -> None:
-    node = make()
-    assert [i for i in range(len(node.next_functions)) if compared(node, i)] == positions
-
-
-def test_a_missing_field_is_an_unknown_case() -> None:
-    """Nodes of other versions of PyTorch may save other tensors and numbers."""
-    x, weight, bias = parameter(3, 2), parameter(4, 2), parameter(4)
-    result = F.linear(x, weight, bias)
-    assert node_recipe("Linear", stand_in("Linear", result, x, weight, bias), 1) is None
-    assert node_recipe("Addmm", stand_in("Addmm", result, bias, x, weight, alpha=1), 0) is None
-    assert node_recipe("Embedding", stand_in("Embedding", result, weight), 0) is None
 
 
 def test_products_of_ranges_of_rows() -> None:
