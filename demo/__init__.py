@@ -1,1 +1,1 @@
-"""What Jacobian products are good for, in pictures, and what is not won: ``make demo``."""
+"""Uses of Jacobian products in pictures, and where they gain nothing: ``make demo``."""

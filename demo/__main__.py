@@ -1,4 +1,4 @@
-"""What Jacobian products are good for, in six acts with pictures: ``python -m demo --help``."""
+"""Uses of Jacobian products, in six acts with pictures: ``python -m demo --help``."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -35,31 +35,31 @@ def main() -> None:
         console.rule(ACTS[name].__doc__ or name)
         figure = ACTS[name](console, arguments)
         if arguments.short:
-            console.print("This was a short run, whose numbers show only that everything works.")
+            console.print("This was a short run: its numbers only show that everything works.")
         path = arguments.output / f"{name}.png"
         figure.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.1)
-        console.print(f"The picture is in {path}\n", soft_wrap=True)
+        console.print(f"Picture saved to {path}\n", soft_wrap=True)
 
 
 def show_toy(console: Console, arguments: Namespace) -> Figure:
     """Two losses that conflict."""
-    with console.status("descending from five starts, by the mean and by UPGrad"):
+    with console.status("descending from five starts, with the mean and with UPGrad"):
         courses = toy.compare(40 if arguments.short else 1500)
     console.print(toy.make_note(courses))
     return toy.draw(courses)
 
 
 def show_labels(console: Console, arguments: Namespace) -> Figure:
-    """Wrong labels, found by gradients."""
-    with console.status("learning digits, a tenth of which have wrong labels"):
+    """Wrong labels, found with gradients."""
+    with console.status("training on digits, a tenth of them with wrong labels"):
         found = labels.search(1 if arguments.short else 6, arguments.seed)
     console.print(labels.make_note(found))
     return labels.draw(found)
 
 
 def show_equation(console: Console, arguments: Namespace) -> Figure:
-    """A differential equation, solved by Gauss-Newton steps and by Adam."""
-    with console.status("solving Poisson's equation by Gauss-Newton steps, and by Adam"):
+    """A differential equation, solved with Gauss-Newton steps and with Adam."""
+    with console.status("solving Poisson's equation with Gauss-Newton steps and with Adam"):
         found = equation.solve(2 if arguments.short else 50)
     console.print(equation.make_note(found))
     return equation.draw(found)
@@ -77,7 +77,7 @@ def show_times(console: Console, arguments: Namespace) -> Figure:
 
 
 def show_tasks(console: Console, arguments: Namespace) -> Figure:
-    """Two tasks that compete: SGD with its rate tuned, and Jacobian descent, over some seeds."""
+    """Two competing tasks: SGD with its rate tuned, and Jacobian descent, with a few seeds."""
     rates, seeds = (CONTROL_RATES, CONTROL_SEEDS) if not arguments.short else ((0.15,), (0,))
     count = len(rates) + (2 + len(CONTROL_WEIGHTS)) * len(seeds)
     with make_progress(console, unit="trainings") as progress:
@@ -95,7 +95,7 @@ def show_tasks(console: Console, arguments: Namespace) -> Figure:
 
 
 def show_digits(console: Console, arguments: Namespace) -> Figure:
-    """Where little is won: digits, all of which a network can learn."""
+    """Where the gain is small: digits, all of which a network can learn."""
     training_images, test_images = load_images(arguments.seed)
     model = make_classifier(arguments.seed)
     probe = Probe(model, training_images, test_images)
@@ -127,13 +127,13 @@ ACTS: dict[str, Callable[[Console, Namespace], Figure]] = {
 def parse_arguments() -> Namespace:
     """Read the command line."""
     parser = ArgumentParser(prog="demo", description=__doc__)
-    parser.add_argument("acts", nargs="*", help=f"of {', '.join(ACTS)}; all if none is given")
-    parser.add_argument("--epochs", type=int, default=10, help="passes of the last act")
+    parser.add_argument("acts", nargs="*", help=f"acts to run: {', '.join(ACTS)} (default: all)")
+    parser.add_argument("--epochs", type=int, default=10, help="epochs of the act `digits`")
     parser.add_argument(
-        "--short", action="store_true", help="only a few seconds, to see that everything works"
+        "--short", action="store_true", help="run for a few seconds only, to see that it works"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, split and batches")
-    parser.add_argument("--output", type=Path, default=Path("build/demo"), help="for the pictures")
+    parser.add_argument("--seed", type=int, default=0, help="seeds weights, split and batches")
+    parser.add_argument("--output", type=Path, default=Path("build/demo"), help="picture folder")
     arguments = parser.parse_args()
     if unknown := set(arguments.acts) - set(ACTS):
         parser.error(
@@ -144,7 +144,7 @@ def parse_arguments() -> Namespace:
 
 
 def make_batches(n_images: int, n_epochs: int, seed: int) -> list[Sequence[Tensor]]:
-    """For each epoch, the batches as positions of images; a last smaller batch is left out."""
+    """Image indices of each batch of each epoch; a smaller last batch is dropped."""
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(n_images, generator=generator) for _ in range(n_epochs)]
     n_used = n_images - n_images % BATCH_SIZE
@@ -158,12 +158,12 @@ def train(
     probe: Probe,
     progress: Progress,
 ) -> list[list[Look]]:
-    """Train all models on the same batches, and look at them before, between and after the epochs.
+    """Train all models on the same batches, and probe them before, between and after the epochs.
 
-    The trainings take turns, step by step, so that what else the machine does slows all of them.
+    The trainings take turns, step by step, so that other load on the machine slows all of them.
 
     Returns:
-        For each training, its looks.
+        For each training, its list of looks.
     """
     looks = [[probe.look(training.model)] for training in trainings]
     task = progress.add_task("training", total=sum(len(batches) for batches in epochs))
@@ -181,7 +181,7 @@ def train(
 
 
 def make_progress(console: Console, unit: str = "steps") -> Progress:
-    """A progress bar that counts steps, or what the unit says."""
+    """A progress bar that counts steps, or another unit."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

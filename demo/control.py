@@ -1,9 +1,9 @@
-"""A control: two tasks that conflict, by SGD with its rate tuned, and by Jacobian descent.
+"""A control: two conflicting tasks, by SGD with a tuned rate, and by Jacobian descent.
 
-A network squeezes each digit into four numbers, tells its class from these, and draws it again.
-Both tasks want the four numbers. SGD descends on the sum of the losses, with the best of some
-learning rates, and with the loss of the classes multiplied by some numbers, as one would tune by
-hand. Jacobian descent by UPGrad takes steps as long as those on the sum, with the same rate.
+A network squeezes each digit into four numbers, and from these tells its class and draws it again.
+The tasks compete for the four numbers. SGD descends on the sum of the losses, with the best of some
+learning rates. It also runs with several weights on the class loss, as one would tune by hand.
+Jacobian descent with UPGrad takes steps of the length of SGD's, at the same rate.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ WIDTH = 4
 
 @dataclass(frozen=True)
 class Outcome:
-    """One model after training, on images that it has not seen.
+    """Results of one trained model on unseen images.
 
     Attributes:
         class_loss: Cross-entropy of the classes.
-        accuracy: Share of the right classes.
+        accuracy: Share of correct classes.
         drawing_loss: Squared distance from the drawing to the image.
     """
 
@@ -41,13 +41,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Control:
-    """What all ways come to, with the rate that is best for SGD.
+    """Outcomes of all methods, at the best learning rate for SGD.
 
     Attributes:
         rate: This rate.
-        sgd: One outcome for each seed, by the sum of the losses.
-        jacobian: The same by Jacobian descent.
-        weighted: The same by SGD, by what the loss of the classes was multiplied.
+        sgd: One outcome for each seed, of SGD on the sum of the losses.
+        jacobian: The same of Jacobian descent.
+        weighted: The same of SGD, by weight of the class loss.
     """
 
     rate: float
@@ -57,7 +57,7 @@ class Control:
 
 
 class Squeeze(nn.Module):
-    """Images to scores of classes, and to images, by way of a few numbers."""
+    """Maps images to class scores and to drawings, through a few numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Squeeze(nn.Module):
 
 
 def of_equal_length(gramian: Tensor) -> Tensor:
-    """UPGrad's weights, scaled so that the step is as long as that of the sum of the losses."""
+    """UPGrad's weights, scaled so that the step is as long as one on the sum of the losses."""
     weights = UPGrad()(gramian)
     return weights * (gramian.sum() / (weights @ gramian @ weights)).sqrt()
 
@@ -82,7 +82,7 @@ def of_equal_length(gramian: Tensor) -> Tensor:
 def train(
     *, by_gramian: bool, rate: float, seed: int, epochs: int, class_weight: float = 1.0
 ) -> Outcome:
-    """One training, in the same order of images for all ways."""
+    """Train once; every method sees the images in the same order."""
     training, test = load_images(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -112,11 +112,11 @@ def compare(
     epochs: int,
     advance: Callable[[], None],
 ) -> Control:
-    """The rate that is best for SGD, and what all ways come to with it.
+    """Find the best rate for SGD, and train with it by each method.
 
     Args:
-        rates: Learning rates to try, with the first seed, by the sum of both losses of SGD.
-        class_weights: What to multiply the loss of the classes by, in SGD.
+        rates: Learning rates to try, with the first seed, for SGD on the sum of both losses.
+        class_weights: Weights of the class loss to try in SGD.
         seeds: Of the weights, the split and the batches.
         epochs: Passes through the images.
         advance: Called after each training.
@@ -149,11 +149,11 @@ def compare(
 
 
 def make_table(control: Control) -> Table:
-    """The means over seeds, and from the least to the largest."""
+    """A table of means over seeds, each with the least and the largest value."""
     seeds = len(control.sgd)
     title = f"Classes and drawings from four numbers, rate {control.rate:g}, {seeds} seeds"
     table = Table(title=title, title_justify="left")
-    for header in ("", "SGD on the sum, rate tuned", "Jacobian descent, as long steps"):
+    for header in ("", "SGD on the sum, rate tuned", "Jacobian descent, equal steps"):
         table.add_column(header, justify="right" if header else "left")
     both = (control.sgd, control.jacobian)
     table.add_row(
@@ -165,7 +165,7 @@ def make_table(control: Control) -> Table:
 
 
 def make_note(control: Control) -> str:
-    """What the table says, from its numbers."""
+    """Say in words what the table shows."""
     sgd, jacobian = control.sgd, control.jacobian
     better = sum(j.class_loss < s.class_loss for s, j in zip(sgd, jacobian, strict=True))
     classes = mean(x.class_loss for x in jacobian) / mean(x.class_loss for x in sgd) - 1
@@ -173,7 +173,7 @@ def make_note(control: Control) -> str:
     lines = [list(line) for line in zip(sgd, *control.weighted.values(), strict=True)]
     beyond = sum(is_below(own, line) for own, line in zip(jacobian, lines, strict=True))
     return (
-        f"Drawings have the larger gradients, which the sum follows. Steps that conflict with "
+        f"Drawings have the larger gradients, so the sum follows them. Steps that conflict with "
         f"neither task change the loss of the classes by {classes:+.0%} (less in {better} of "
         f"{len(sgd)} seeds) and that of the drawings by {drawings:+.0%}. SGD with a weight of the "
         f"classes ({', '.join(f'{weight:g}' for weight in control.weighted)}) trades one loss for "
@@ -183,7 +183,7 @@ def make_note(control: Control) -> str:
 
 
 def is_below(own: Outcome, line: Sequence[Outcome]) -> bool:
-    """Whether an outcome is below the line through others, in the plane of both losses."""
+    """Whether an outcome is below the line through others, in the plane of the two losses."""
     points = sorted((x.class_loss, x.drawing_loss) for x in line)
     for (left, first), (right, last) in pairwise(points):
         if left <= own.class_loss <= right:

@@ -1,4 +1,4 @@
-"""A differential equation: maps of the error, by Gauss-Newton steps and by Adam."""
+"""A differential equation: error maps of Gauss-Newton steps and of Adam."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from examples.physics import Network, adam, gauss_newton, solution
 
 SIDE = 60  # points along an edge of a map
-SMALLEST = 1e-7  # error that is drawn
+SMALLEST = 1e-7  # smallest error that is drawn
 
 
 @dataclass(frozen=True)
 class Solved:
-    """What one way came to.
+    """Result of one method.
 
     Attributes:
-        course: Seconds and relative error, again and again.
+        course: Pairs of seconds and relative error during training.
         errors: Distances from the solution on a grid, of shape ``(SIDE, SIDE)``.
     """
 
@@ -36,7 +36,7 @@ def errors_of(network: Network) -> Tensor:
 
 
 def solve(steps: int) -> dict[str, Solved]:
-    """Both ways from the same network in float64, Adam for twice as long."""
+    """Train the same network in float64 with both methods; Adam gets twice the time."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -56,19 +56,19 @@ def solve(steps: int) -> dict[str, Solved]:
 
 
 def make_note(found: dict[str, Solved]) -> str:
-    """What the picture shows, from its numbers."""
+    """Say in words what the picture shows."""
     ends = {name: solved.course[-1] for name, solved in found.items()}
     said = ", ".join(f"{name} {error:.0e} in {s:.1f} s" for name, (s, error) in ends.items())
     return (
         f"Relative error of the solution of Poisson's equation: {said}. Both train the same "
-        "network; Adam had a rate that was tuned and falls to zero. Not won: each Gauss-Newton "
-        "step solves a system with as many unknowns as there are points, which thousands of "
-        "points would make slow."
+        "network; Adam's rate was tuned and decays to zero. The limit: each Gauss-Newton "
+        "step solves a system with one unknown per point, which is slow for thousands of "
+        "points."
     )
 
 
 def draw(found: dict[str, Solved]) -> Figure:
-    """A map of the error for each way, on one scale."""
+    """One error map per method, on the same scale."""
     figure = Figure(figsize=(8, 3.9), layout="constrained")
     panels = figure.subplots(1, len(found))
     largest = max(float(solved.errors.max()) for solved in found.values())

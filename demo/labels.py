@@ -1,10 +1,10 @@
-"""Wrong labels, found by gradients: a tenth of the digits gets another label.
+"""Wrong labels, found with gradients: a tenth of the digits gets another label.
 
-A sample's value is the cosine of its gradient with the mean gradient of some clean images, summed
-over the epochs: a step along a gradient of negative value makes the clean images worse. This is the
-influence of Pruthi et al., Estimating Training Data Influence by Tracing Gradient Descent, 2020,
-arXiv:2002.08484, without the lengths of the gradients. The loss of each sample, summed likewise, is
-what one would look at without gradients.
+A sample's value is the cosine between its gradient and the mean gradient of some clean images,
+summed over the epochs: a step on a sample of negative value makes the clean images worse. This is
+the influence of Pruthi et al., Estimating Training Data Influence by Tracing Gradient Descent,
+2020, arXiv:2002.08484, without the lengths of the gradients. The baseline without gradients is the
+loss of each sample, summed in the same way.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ N_SHOWN = 20
 
 @dataclass(frozen=True)
 class Search:
-    """The images as they were learned, and what each is worth.
+    """The images as the model saw them, and their scores.
 
     Attributes:
         images: Training images, a tenth of them with wrong labels.
@@ -47,7 +47,7 @@ class Search:
 
 
 def mislabel(images: Images, seed: int) -> Images:
-    """The same images, a tenth of them with another label, at random."""
+    """The same images, with a random tenth of the labels replaced."""
     generator = torch.Generator().manual_seed(seed)
     count = round(WRONG_SHARE * len(images))
     wrong = torch.randperm(len(images), generator=generator)[:count]
@@ -76,7 +76,7 @@ def values_of(engine: Engine, model: nn.Module, images: Images, clean: Images) -
 
 
 def search(epochs: int, seed: int) -> Search:
-    """Train on the images with wrong labels, and add up what is seen after each epoch."""
+    """Train on images with wrong labels, and add up the scores after each epoch."""
     training, test = load_images(seed)
     images, clean = mislabel(training, seed), test.select(torch.arange(N_CLEAN))
     model = make_classifier(seed)
@@ -101,7 +101,7 @@ def shares_found(scores: Tensor, is_wrong: Tensor) -> Tensor:
 
 
 def make_note(found: Search) -> str:
-    """What the picture shows, from its numbers."""
+    """Say in words what the picture shows."""
     count = int(found.is_wrong.sum())
     worst = found.is_wrong[found.values.argsort()[:N_SHOWN]].sum().item()
     by_value, by_loss = (
@@ -110,12 +110,12 @@ def make_note(found: Search) -> str:
     )
     return (
         f"{count} of {len(found.truth)} labels are wrong. Of the {N_SHOWN} images whose gradients "
-        f"oppose those of {N_CLEAN} clean images most, {worst} have a wrong label. Who looks at as "
+        f"most oppose those of {N_CLEAN} clean images, {worst} have a wrong label. Checking as "
         f"many images as there are wrong labels finds {by_value:.0%} of these by gradients, "
         f"{by_loss:.0%} by the largest losses, and {WRONG_SHARE:.0%} by chance."
         + (
-            " Not won: for labels that are wrong at random, the loss is enough. Gradients say "
-            "more where you ask which test images a label acts on."
+            " The limit: for labels that are wrong at random, the loss is enough. Gradients tell "
+            "more: which test images a label acts on."
             if by_loss >= by_value
             else ""
         )
@@ -123,7 +123,7 @@ def make_note(found: Search) -> str:
 
 
 def draw(found: Search) -> Figure:
-    """The worst images with their labels, green where the label is wrong indeed."""
+    """The worst images with their labels, green where the label is indeed wrong."""
     figure = Figure(figsize=(6, 6.6), layout="constrained")
     panels = figure.subplots(N_SHOWN // 5, 5).flatten()
     for axes, index in zip(panels, found.values.argsort()[:N_SHOWN].tolist(), strict=True):

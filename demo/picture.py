@@ -1,4 +1,4 @@
-"""The pictures of the trainings on digits, and of the two tasks."""
+"""Pictures of the trainings on digits, and of the two competing tasks."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ def draw_training(names: Sequence[str], looks: Sequence[Sequence[Look]], epoch: 
     """Draw the loss and the conflicts over the epochs, and two cosine Gramians after one of them.
 
     Args:
-        names: What each training is called.
+        names: Name of each training.
         looks: For each training, one look before the first epoch and one after every epoch.
-        epoch: After which to draw Gramians, those of the first and of the last training.
+        epoch: Draw the Gramians of the first and of the last training after this epoch.
     """
     figure = Figure(figsize=(8, 6.6), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.5, 1))
@@ -79,14 +79,14 @@ def draw_cosines(axes: Axes, look: Look) -> AxesImage:
 
 
 def draw_control(control: Control) -> Figure:
-    """The picture of both losses."""
+    """Draw both losses of each training."""
     figure = Figure(figsize=(6, 4.4), layout="constrained")
     draw_tasks(figure.add_subplot(), control)
     return figure
 
 
 def draw_tasks(axes: Axes, control: Control) -> None:
-    """Both losses: for each seed, a line of SGD by its weights, and a point of Jacobian descent."""
+    """Both losses: for each seed, SGD as a line over weights, and Jacobian descent as a point."""
     columns = {1.0: control.sgd, **control.weighted}
     for seed, own in enumerate(control.jacobian):
         line = [outcomes[seed] for outcomes in columns.values()]
@@ -95,7 +95,7 @@ def draw_tasks(axes: Axes, control: Control) -> None:
             [x.drawing_loss for x in line],
             "o-",
             color=COLORS[1],
-            label=None if seed else "SGD, rate tuned, with the weight of the classes",
+            label=None if seed else "SGD, rate tuned, numbers: weight of the class loss",
         )
         for weight, outcome in zip(columns, line, strict=True):
             place = outcome.class_loss, outcome.drawing_loss

@@ -1,4 +1,4 @@
-"""What is measured of a model between two epochs, in the same way for every way to train it."""
+"""Measures a model between two epochs, in the same way for every kind of training."""
 
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ N_PER_CLASS = 10
 
 @dataclass(frozen=True)
 class Look:
-    """What one model was like at one moment.
+    """Measurements of one model at one moment.
 
     Attributes:
         loss: Mean loss of all training images.
-        accuracy: Share of the test images whose class has the highest score.
+        accuracy: Share of test images whose true class has the highest score.
         conflicts: Share of the pairs of different samples whose gradients have a negative inner
             product.
         cosines: Cosines of the angles between the samples' gradients, of shape ``(m, m)``, the
@@ -33,14 +33,14 @@ class Look:
 
 
 class Probe:
-    """Looks at models with the architecture of the given one.
+    """Measures models of one architecture.
 
-    A look copies the weights into a twin, which has an engine of its own. The model that is
-    trained, and timed, carries no hooks that its training does not need.
+    It copies the weights into a twin, which has its own engine. The model that is
+    trained, and timed, therefore carries no hooks that its training does not need.
 
     Args:
         model: Copied; its weights do not matter.
-        training: Their mean loss is measured, and the gradients of the first few of each class.
+        training: Training images: measures their mean loss, and the gradients of a few per class.
         test: Images that no training sees.
     """
 
@@ -52,7 +52,7 @@ class Probe:
         self.samples = first_of_each_class(training, N_PER_CLASS)
 
     def look(self, model: nn.Module) -> Look:
-        """Measure a model, which stays as it is."""
+        """Measure a model without changing it."""
         self.twin.load_state_dict(model.state_dict())
         with torch.no_grad():
             loss = self._losses(self.training).mean()
@@ -76,7 +76,7 @@ def share_of_conflicts(gramian: Tensor) -> float:
 
 
 def cosines(gramian: Tensor) -> Tensor:
-    """The Gramian, of shape ``(m, m)``, of the gradients scaled to length one."""
+    """The Gramian of the gradients scaled to length one, of shape ``(m, m)``."""
     lengths = gramian.diagonal().sqrt()
     # A gradient of length zero has no direction: its cosines are zero, not undefined.
     lengths = lengths.clamp(min=torch.finfo(gramian.dtype).tiny)

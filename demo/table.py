@@ -1,4 +1,4 @@
-"""The table of the trainings on digits."""
+"""Table of the trainings on digits."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean, median
@@ -10,7 +10,7 @@ from demo.training import Step, Training
 
 
 def make_table(trainings: Sequence[Training], looks: Sequence[Sequence[Look]]) -> Table:
-    """Compare trainings, the first of which is what the others' times are divided by.
+    """Compare trainings; times are relative to those of the first one.
 
     Args:
         trainings: One column each.
@@ -40,34 +40,34 @@ def make_table(trainings: Sequence[Training], looks: Sequence[Sequence[Look]]) -
 
 
 def make_notes(n_samples: int, n_epochs: int) -> str:
-    """What the numbers in the table's brackets refer to."""
+    """Explain the numbers in brackets of the table."""
     return (
         f"(1) Pairs of different samples whose gradients have a negative inner product, among "
         f"{n_samples} training images, ten of each class; the mean of {n_epochs} looks, one after "
         f"each epoch.\n"
-        "(2) The mean loss has weights 1/m, which add up to 1. UPGrad's are scaled: its steps are "
-        "as long as those along the mean gradient. Where a network can learn all samples, as here, "
-        "there is little to win by the direction.\n"
-        "(3) UPGrad solves one quadratic program per sample, all of them together. Every "
-        "aggregator has its own price here; the rest of the step is the engine's."
+        "(2) The mean loss has weights 1/m, which add up to 1. UPGrad's are scaled so that steps "
+        "are as long as those along the mean gradient. Where a network can learn all samples, as "
+        "here, changing the direction gains little.\n"
+        "(3) UPGrad solves one quadratic program per sample, all of them together. Each "
+        "aggregator has its own cost here; the rest of the step is the engine's."
     )
 
 
 def conflicts(looks: Sequence[Look]) -> float:
-    """Mean share of conflicting pairs, without the look before the first epoch, equal for all."""
+    """Mean share of conflicting pairs, without the first look, which is the same for all."""
     return mean(look.conflicts for look in looks[1:])
 
 
 def weight_sum(steps: Sequence[Step]) -> float:
-    """Mean over the steps of the sum of the weights of the losses."""
+    """Mean over the steps of the sum of the losses' weights."""
     return mean(step.backward.weights.sum().item() for step in steps)
 
 
 def median_ms(steps: Sequence[Step], seconds: Callable[[Step], float]) -> float:
-    """Median over the steps, in milliseconds: a few slow steps of a busy machine do not count."""
+    """Median over the steps, in milliseconds; it ignores a few slow steps of a busy machine."""
     return 1e3 * median(seconds(step) for step in steps)
 
 
 def milliseconds_or_dash(ms: float) -> str:
-    """A time, or a dash for what a step does not do."""
+    """A time, or a dash for a part that a step does not have."""
     return f"{ms:.2f} ms" if ms else "-"

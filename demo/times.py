@@ -1,4 +1,4 @@
-"""The time of a step on this machine, on one thread: SGD, autogram and torchjd, side by side."""
+"""The time of a step on this machine, on one thread: SGD, autogram and torchjd."""
 
 from collections.abc import Callable, Mapping
 from statistics import median
@@ -13,8 +13,8 @@ from torchjd.autogram import Engine as TorchjdEngine
 from autogram import Engine
 from demo.digits import make_classifier
 
-N_WARM = 130  # steps that do not count: the last program of an engine is written after 128
-N_WARM_TORCHJD = 1  # which writes none, and whose steps may take a second
+N_WARM = 130  # uncounted steps: an engine writes its last program after 128
+N_WARM_TORCHJD = 1  # torchjd writes no programs, and its steps may take a second
 BATCH_SIZE = 64
 COLORS = {"SGD": "#4d4d4d", "torchjd": "#7fb3d5"}
 OWN_COLOR = "#d95f02"
@@ -39,12 +39,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def mean_weights(gramian: Tensor) -> Tensor:
-    """The weights of the mean loss, which take no time: what is measured is the engine."""
+    """The weights of the mean loss: they take almost no time, so the engine alone is measured."""
     return gramian.new_full((len(gramian),), 1 / len(gramian))
 
 
 def make_steps(make_model: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[str, Step]:
-    """Training steps of each kind, each on a model of its own."""
+    """Training steps of each kind, each with its own model."""
 
     def step(kind: str) -> Step:
         model = make_model()
@@ -73,13 +73,13 @@ def make_steps(make_model: Callable[[], nn.Module], shape: tuple[int, ...]) -> d
 
 
 def measure(warm: int, rounds: int, advance: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """Median seconds of a step, by model and kind. Kinds take turns, so that drift meets all.
+    """Median seconds of a step, by model and kind. Kinds take turns, so that drift affects all.
 
-    The clock is that of the processor on one thread, which other programs hardly change.
+    The clock counts processor time, on one thread, which other programs hardly change.
 
     Args:
-        warm: Steps of each kind that do not count.
-        rounds: Steps of each kind that count.
+        warm: Uncounted steps of each kind, before the others.
+        rounds: Counted steps of each kind.
         advance: Called after each turn of all kinds.
     """
     found: dict[str, dict[str, float]] = {}
@@ -100,7 +100,7 @@ def measure(warm: int, rounds: int, advance: Callable[[], None]) -> dict[str, di
 
 
 def make_note(found: Mapping[str, Mapping[str, float]]) -> str:
-    """What the picture shows, from its numbers."""
+    """Say in words what the picture shows."""
     said = []
     for name, seconds in found.items():
         ratios = [seconds[kind] / seconds["SGD"] for kind in list(seconds)[1:]]
@@ -108,8 +108,8 @@ def make_note(found: Mapping[str, Mapping[str, float]]) -> str:
     kinds = ", ".join(list(seconds)[1:])
     return (
         f"Times of a step on {BATCH_SIZE} samples relative to SGD ({kinds}): {'; '.join(said)}. "
-        "Not won: on a tiny model, the time is that of Python, to which an engine adds some for "
-        "each layer; and the weights, such as UPGrad's, take time of their own."
+        "The limits: on a tiny model, Python takes most of the time, and an engine adds some for "
+        "each layer; weightings such as UPGrad take time of their own."
     )
 
 

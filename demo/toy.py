@@ -1,8 +1,8 @@
-"""Two losses of two numbers that conflict: where averages go, and where Jacobian descent goes.
+"""Two conflicting losses of two numbers: where averaging leads, and where Jacobian descent leads.
 
 The problem is that of Liu et al., Conflict-Averse Gradient Descent, 2021, arXiv:2110.14048, with
 five starts and the first loss multiplied by 0.1, as in Navon et al., Multi-Task Learning as a
-Bargaining Game, 2022, arXiv:2202.01017. Both ways use Adam, as these papers do.
+Bargaining Game, 2022, arXiv:2202.01017. Both methods use Adam, as these papers do.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from autogram import Engine
 from autogram.weightings import UPGrad
 
 STARTS = ((-8.5, 7.5), (0.0, 0.0), (9.0, 9.0), (-7.5, -0.5), (9.0, -1.0))
-SCALES = (0.1, 1.0)  # of the losses
+SCALES = (0.1, 1.0)  # factors of the losses
 RATE = 0.02
-PARETO = ((-7.0, 7.0), (-8.33, -8.33))  # ends of the line where no loss can fall alone
-FLOOR = 5e-6  # below which a logarithm stops
+PARETO = ((-7.0, 7.0), (-8.33, -8.33))  # ends of the line of best trades
+FLOOR = 5e-6  # smallest argument of a logarithm
 COLORS = ("#4d4d4d", "#d95f02")
 
 
 def both_losses(points: Tensor) -> Tensor:
-    """The two losses at points ``(..., 2)``, of the same shape, not scaled."""
+    """The two unscaled losses at points ``(..., 2)``, of the same shape."""
     x, y = points.unbind(-1)
     valleys = (0.5 * (-x - 7) + y.tanh(), 0.5 * (-x + 3) + y.tanh() + 2)
     above = [valley.abs().clamp(min=FLOOR).log() + 6 for valley in valleys]
@@ -36,9 +36,9 @@ def both_losses(points: Tensor) -> Tensor:
 
 
 class Points(nn.Module):
-    """All starts at once. Their gradients are orthogonal, so that none changes another's weights.
+    """All starts at once. Their gradients are orthogonal, so that none affects another's weights.
 
-    In double precision, because slopes at the logarithms are up to 1e5 times as steep as elsewhere.
+    Double precision, because slopes at the logarithms are up to 1e5 times as steep as elsewhere.
     """
 
     def __init__(self, starts: Sequence[Sequence[float]] = STARTS) -> None:
@@ -54,7 +54,7 @@ def start_by_start(gramian: Tensor) -> Tensor:
     """UPGrad's weights for the two losses of each start, of shape ``(2 * starts,)``.
 
     Between starts, the Gramian is zero. Each start's part is divided by its size, which changes
-    none of its weights: next to slopes of 1e5, those of other starts would count as zero.
+    none of its weights: beside slopes of 1e5, other starts would otherwise count as zero.
     """
     sizes = gramian.diagonal().view(-1, 2).sum(1).repeat_interleave(2).sqrt()
     return UPGrad()(gramian / sizes.outer(sizes))
@@ -62,11 +62,11 @@ def start_by_start(gramian: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Courses:
-    """What both ways have passed through.
+    """Points that both methods have passed through.
 
     Attributes:
         mean: Points of the descent on the mean loss, of shape ``(steps + 1, starts, 2)``.
-        jacobian: The same by Jacobian descent.
+        jacobian: The same for Jacobian descent.
     """
 
     mean: Tensor
@@ -74,7 +74,7 @@ class Courses:
 
 
 def descend(steps: int, *, by_gramian: bool) -> Tensor:
-    """One way, from all starts: points of shape ``(steps + 1, starts, 2)``."""
+    """Descend with one method from all starts: points of shape ``(steps + 1, starts, 2)``."""
     model = Points()
     engine = Engine(model, batch_dim=None) if by_gramian else None
     optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
@@ -92,25 +92,25 @@ def descend(steps: int, *, by_gramian: bool) -> Tensor:
 
 
 def compare(steps: int) -> Courses:
-    """Both ways, with the same rate and number of steps."""
+    """Descend with both methods, with the same rate and number of steps."""
     return Courses(descend(steps, by_gramian=False), descend(steps, by_gramian=True))
 
 
 def make_note(courses: Courses) -> str:
-    """What the picture shows, from its numbers."""
+    """Say in words what the picture shows."""
     ends = [both_losses(course[-1]) for course in (courses.mean, courses.jacobian)]  # (starts, 2)
     first, second = [(end[:, 0].median().item(), end[:, 1].median().item()) for end in ends]
     return (
-        f"The mean follows the larger loss: the median of the ends has losses {first[0]:.1f} and "
+        f"The mean follows the larger loss: it ends at median losses of {first[0]:.1f} and "
         f"{first[1]:.1f} (sum {sum(first):.1f}). Jacobian descent, whose steps conflict with "
-        f"neither loss, has {second[0]:.1f} and {second[1]:.1f} (sum {sum(second):.1f}). Not won: "
-        "if you knew that the first loss counts ten times too little, the mean with that weight "
+        f"neither loss, ends at {second[0]:.1f} and {second[1]:.1f} (sum {sum(second):.1f}). The "
+        "limits: if you knew that the first loss is ten times too small, the mean with that weight "
         "would do as well; and the start at the upper right is slow for both."
     )
 
 
 def draw(courses: Courses) -> Figure:
-    """The courses of both ways, over the contours of the sum of the losses."""
+    """The courses of both methods, over the contours of the sum of the losses."""
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     titles = ("mean of the losses", "Jacobian descent (UPGrad)")
@@ -123,7 +123,7 @@ def draw(courses: Courses) -> Figure:
 
 
 def _draw_course(axes: Axes, course: Tensor, color: str) -> None:
-    """One of them."""
+    """Draw the course of one method."""
     side = torch.linspace(-10.5, 10.5, 150)
     grid = torch.cartesian_prod(side, side)
     heights = both_losses(grid).sum(1).view(150, 150).T

@@ -1,4 +1,4 @@
-"""Ways to train one model, with the time that each step takes."""
+"""Ways to train one model, with timed steps."""
 
 from abc import ABC, abstractmethod
 from copy import deepcopy
@@ -18,11 +18,11 @@ from demo.digits import Images
 
 @dataclass(frozen=True)
 class Backward:
-    """How one backward pass went.
+    """Result of one backward pass.
 
     Attributes:
-        weights: What the losses were multiplied by, of shape ``(m,)``.
-        gramian_s: Seconds spent on the Gramian, where it is computed apart.
+        weights: Weights of the losses, of shape ``(m,)``.
+        gramian_s: Seconds spent on the Gramian, where it is computed separately.
         weighting_s: Seconds spent on the weights.
     """
 
@@ -33,18 +33,18 @@ class Backward:
 
 @dataclass(frozen=True)
 class Step:
-    """How one step of training went: its backward pass, and the seconds of the whole step."""
+    """Result of one training step: its backward pass, and the seconds of the whole step."""
 
     backward: Backward
     total_s: float
 
 
 class Training(ABC):
-    """A model in training. A subclass says how the losses of a batch become a gradient.
+    """A model in training. A subclass turns the losses of a batch into a gradient.
 
     Args:
         model: Copied, so that several trainings can start from the same weights.
-        learning_rate: Of plain gradient descent, without momentum or decay.
+        learning_rate: Learning rate of gradient descent without momentum or weight decay.
     """
 
     name: ClassVar[str]
@@ -61,7 +61,7 @@ class Training(ABC):
         return f"{self.name}, rate {self.learning_rate:g}"
 
     def step(self, images: Images) -> None:
-        """Descend once on a batch, and keep how that went."""
+        """Descend once on a batch, and record the step."""
         start = perf_counter()
         losses = F.cross_entropy(self.model(images.pixels), images.labels, reduction="none")  # (m,)
         backward = self.backward(losses)
@@ -71,7 +71,7 @@ class Training(ABC):
 
     @abstractmethod
     def backward(self, losses: Tensor) -> Backward:
-        """Accumulate one gradient from the losses, of shape ``(m,)``, of the samples of a batch."""
+        """Accumulate one gradient from the losses of a batch, of shape ``(m,)``."""
 
 
 class GradientDescent(Training):
@@ -91,7 +91,7 @@ def as_long_as_the_mean(weights: Tensor, gramian: Tensor) -> Tensor:
 
 
 class JacobianDescent(Training):
-    """Jacobian descent: a mix of the samples' gradients that conflicts with none of them.
+    """Jacobian descent: combines the samples' gradients so that it conflicts with none of them.
 
     Its steps are as long as those along the mean gradient, so that rates can be compared.
     """
@@ -104,7 +104,7 @@ class JacobianDescent(Training):
         self.projection = UPGrad()
 
     def weighting(self, gramian: Tensor) -> Tensor:
-        """The weights of the losses, by their Gramian."""
+        """Weights of the losses, from their Gramian."""
         return as_long_as_the_mean(self.projection(gramian), gramian)
 
     @override

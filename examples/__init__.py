@@ -1,1 +1,1 @@
-"""What a Jacobian is good for: one script for each use, run as `python -m examples.NAME`."""
+"""Uses of Jacobians: one script for each, run as `python -m examples.NAME`."""

@@ -15,7 +15,7 @@ NAMES = sorted(
 
 
 def main() -> int:
-    """Runs them, with the arguments of the command line, and returns how many have failed."""
+    """Runs them with the arguments of the command line, and returns how many failed."""
     rows, failed = [], 0
     for name in NAMES:
         print(f"\n=== python -m examples.{name} {' '.join(sys.argv[1:])}\n", flush=True)

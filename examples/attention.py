@@ -1,13 +1,13 @@
 """Where a vision transformer looks: attention maps, weighted by their gradients.
 
-The relevance of the patches for one class goes from block to block. With A the attention maps of a
-block's heads, and dA the gradient of the score of the class,
+The relevance of the patches for one class is passed from block to block. With A the attention maps
+of a block's heads, and dA the gradient of the class score,
 
-    R <- R + mean over heads of max(A * dA, 0) @ R,  at first the identity.
+        R <- R + mean over heads of max(A * dA, 0) @ R,  starting at the identity.
 
-Chefer, Gur and Wolf, Generic Attention-model Explainability, 2021, arXiv:2103.15679; without the
-gradients it is the rollout of Abnar and Zuidema, Quantifying Attention Flow in Transformers, 2020,
-arXiv:2005.00928.
+Chefer, Gur and Wolf, Generic Attention-model Explainability, 2021, arXiv:2103.15679. Without the
+gradients, this is the rollout of Abnar and Zuidema, Quantifying Attention Flow in Transformers,
+2020, arXiv:2005.00928.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ N_PATCHES = (SIDE // PATCH) ** 2
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads. The softmax is a module, so that it can be captured."""
+    """Multi-head self-attention. The softmax is a module, so that it can be captured."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``(b, t, width)``, mixed."""
+        """Mixes tokens ``(b, t, width)``."""
         b, t, d = x.shape
         q, k, v = self.project(x).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         maps = self.maps(q @ k.mT / (d / self.heads) ** 0.5)  # (b, heads, t, t)
@@ -54,14 +54,14 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``(b, t, width)``, changed."""
+        """Changes tokens ``(b, t, width)``."""
         x = x + self.attention(self.norm(x))
         out: Tensor = x + self.mlp(x)
         return out
 
 
 class VisionTransformer(nn.Module):
-    """Scores of the classes, from images ``(b, 1, 8, 8)``, by way of 16 patches and a token."""
+    """Class scores of images ``(b, 1, 8, 8)``, from 16 patches and a class token."""
 
     def __init__(self, width: int = 48, heads: int = 4, depth: int = 3) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ def relevance(model: VisionTransformer, pixels: Tensor, classes: Tensor) -> Tens
         weighted = (call.output * call.grad_output).clamp(min=0).mean(1)  # (b, t, t)
         total = total + weighted @ total
     side = SIDE // PATCH
-    return total[:, 0, 1:].view(-1, side, side)  # what the class token has from each patch
+    return total[:, 0, 1:].view(-1, side, side)  # relevance of each patch for the class token
 
 
 def score_without(model: nn.Module, images: Images, order: Tensor, count: int) -> float:
-    """The mean probability of the right class, where the first patches in an order are blank."""
+    """The mean probability of the right class, with the first `count` patches of an order blank."""
     side = SIDE // PATCH
     hidden = torch.zeros(len(images), N_PATCHES).scatter(1, order[:, :count], 1.0)
     mask = F.interpolate(hidden.view(-1, 1, side, side), scale_factor=PATCH)
@@ -118,7 +118,7 @@ def score_without(model: nn.Module, images: Images, order: Tensor, count: int) -
 
 
 def save_picture(path: Path, pixels: Tensor, relevances: Tensor, labels: Tensor) -> None:
-    """Draws digits, and over each of them how much its patches matter."""
+    """Draws digits, and over each the relevance of its patches."""
     from matplotlib.figure import Figure  # only for the picture
 
     figure = Figure(figsize=(1.2 * len(pixels), 2.7), layout="constrained")
@@ -135,7 +135,7 @@ def save_picture(path: Path, pixels: Tensor, relevances: Tensor, labels: Tensor)
 
 
 def main(*, short: bool, picture: Path) -> None:
-    """Trains, explains the test images, and checks that what is relevant matters."""
+    """Trains, explains the test images, and checks that hiding relevant patches matters more."""
     torch.manual_seed(0)
     training, test = load_images(seed=0)
     model = VisionTransformer()
@@ -143,16 +143,16 @@ def main(*, short: bool, picture: Path) -> None:
     with torch.no_grad():
         right = float((model(test.pixels).argmax(1) == test.labels).float().mean())
     found = relevance(model, test.pixels, test.labels)
-    print(f"{right:.1%} of the test images are classified right.")
+    print(f"{right:.1%} of the test images are classified correctly.")
     by_relevance = found.flatten(1).argsort(1, descending=True)
     orders = {"4 most relevant": by_relevance, "4 least relevant": by_relevance.flip(1)}
     orders["4 random"] = torch.rand(found.shape).flatten(1).argsort(1)
     for name, order in orders.items():
         score = score_without(model, test, order, 4)
-        print(f"Without the {name} of 16 patches, the right class has {score:.1%}.")
+        print(f"Without the {name} of 16 patches, the right class gets {score:.1%}.")
     shown = [int((test.labels == c).nonzero()[0]) for c in range(N_CLASSES)]
     save_picture(picture, test.pixels[shown], found[shown], test.labels[shown])
-    print(f"The picture is in {picture}.")
+    print(f"Picture saved to {picture}.")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
 """Per-sample gradient clipping, as in differentially private training (DP-SGD).
 
 `engine.clip` adds up the samples' gradients, each scaled down to a norm of at most C. Norms and sum
-come from the factors of one pass: no gradient of a single sample is formed, and the noise is added
-to their clipped sum. Printed: what bound and noise cost in
-accuracy: clipping alone costs some, a little noise takes the training off its plateaus, and much
-noise costs most. What privacy a noise gives depends on the number of steps and samples: ask an
-accountant.
+come from the factors of one pass: no single sample's gradient is formed. Noise is added to the
+clipped sum. The table shows the effect on accuracy: clipping alone costs some, a little
+noise moves the training off its plateaus, and much noise costs most. The privacy gained depends on
+the noise and on the number of steps and samples: ask an accountant.
 
 Abadi et al., Deep Learning with Differential Privacy, 2016, arXiv:1607.00133; Bu et al.,
 Differentially Private Optimization on Large Model at Small Cost, 2022, arXiv:2210.00038.
@@ -25,7 +24,7 @@ def train(steps: int, *, bound: float = 0.5, noise: float = 0.3) -> tuple[float,
         The accuracy after the training, and the share of gradients clipped.
     """
     model, size = make_model(), 64
-    engine = Engine(model, batch_dim=0)  # an error, where samples are mixed
+    engine = Engine(model, batch_dim=0)  # raises an error where samples are mixed
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 / min(bound, 1))
     clipped = []
     for _ in range(steps):
@@ -45,7 +44,7 @@ def train(steps: int, *, bound: float = 0.5, noise: float = 0.3) -> tuple[float,
 
 
 def main(*, steps: int) -> None:
-    """Trains with several bounds and noises, and prints what came out."""
+    """Trains with several bounds and noise levels, and prints the results."""
     rows = []
     for bound in (1e6, 1.0, 0.2):
         for noise in (0.0, 4.0, 16.0) if bound < 1e6 else (0.0,):

@@ -1,7 +1,7 @@
 """Dead units of a convolutional network: channels that are zero for every image of an epoch.
 
-A unit after a ReLU that is zero for all inputs gets no gradient, and does not change. Too long a
-step makes such units (Lu, Shin, Su and Karniadakis, Dying ReLU and Initialization, 2019,
+After a ReLU, a unit that is zero for all inputs gets no gradient, and stays zero. Too long steps
+make such units (Lu, Shin, Su and Karniadakis, Dying ReLU and Initialization, 2019,
 arXiv:1903.06733).
 """
 
@@ -25,7 +25,7 @@ def is_alive(call: Call) -> Tensor:
 def train_epoch(model: nn.Module, images: Images, rate: float) -> dict[str, Tensor]:
     """Trains for an epoch, and returns which channels were dead all the time, layer by layer.
 
-    Of each call, only one truth value for each channel is kept.
+    Each call keeps only one truth value per channel.
     """
     optimizer = torch.optim.SGD(model.parameters(), rate)
     with capture(model, where=nn.ReLU, inputs=False, gradients=False, keep=is_alive) as calls:
@@ -37,7 +37,7 @@ def train_epoch(model: nn.Module, images: Images, rate: float) -> dict[str, Tens
 
 
 def shares(rate: float, images: Images, epochs: int) -> dict[str, list[float]]:
-    """The share of dead units in each epoch, layer by layer, with some learning rate."""
+    """The share of dead units in each epoch, layer by layer, at some learning rate."""
     model = make_classifier(seed=0)
     torch.manual_seed(0)
     by_layer: dict[str, list[float]] = {}
@@ -71,10 +71,10 @@ def main(*, short: bool, picture: Path) -> None:
     images = images.select(torch.arange(256 if short else len(images)))
     found = {rate: shares(rate, images, epochs=2 if short else 8) for rate in (0.05, 0.5, 1.0)}
     for rate, by_layer in found.items():
-        last = ", ".join(f"{values[-1]:.0%} behind `{name}`" for name, values in by_layer.items())
+        last = ", ".join(f"{values[-1]:.0%} after `{name}`" for name, values in by_layer.items())
         print(f"Learning rate {rate}: in the last epoch, these units are dead: {last}.")
     save_picture(picture, found)
-    print(f"The picture is in {picture}.")
+    print(f"Picture saved to {picture}.")
 
 
 if __name__ == "__main__":

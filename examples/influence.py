@@ -2,7 +2,7 @@
 
 To first order, a step along the negative gradient of training sample b changes the validation loss
 by -lr <J_b, mean of the validation gradients>. One cross-Gramian, or one Jacobian-vector product,
-gives the value of all samples of a step. Some of the labels here are wrong, and come out last.
+gives the value of every sample of a step. Some labels here are wrong; their samples rank last.
 
 Pruthi, Liu, Sundararajan and Kale, Estimating Training Data Influence by Tracing Gradient Descent,
 2020, arXiv:2002.08484; Wang et al., Data Shapley in One Training Run, 2024, arXiv:2406.11011.
@@ -18,7 +18,7 @@ from examples.showing import print_table, save
 
 
 def values(engine: Engine, training: Tensor, validation: Tensor) -> Tensor:
-    """How much each training loss, made smaller, makes the mean validation loss smaller: ``(B,)``.
+    """How much reducing each training loss reduces the mean validation loss: ``(B,)``.
 
     Args:
         engine: The engine of the model.
@@ -32,7 +32,7 @@ def values(engine: Engine, training: Tensor, validation: Tensor) -> Tensor:
 def find_wrong_labels(
     steps: int, *, size: int = 60, wrong: int = 12
 ) -> tuple[Batch, Tensor, Tensor]:
-    """Trains on labels of which the first ones are wrong, and adds up what is seen on the way.
+    """Trains with the first labels wrong, and sums the values and losses seen on the way.
 
     Returns:
         The samples, their values, and their losses, each ``(size,)``.
@@ -56,12 +56,12 @@ def find_wrong_labels(
 
 
 def share_found(scores: Tensor, wrong: int, looked_at: int) -> float:
-    """The share of the wrong labels, which are the first ones, among those with least scores."""
+    """The share of the wrong labels (the first ones) among the samples with the least scores."""
     return float((scores.argsort()[:looked_at] < wrong).sum() / wrong)
 
 
 def main(*, steps: int, seeds: int, wrong: int = 12) -> None:
-    """Prints which share of the wrong labels is found, and draws the samples of the last seed."""
+    """Prints the share of wrong labels that is found, and draws the samples of the last seed."""
     found: dict[int, list[list[float]]] = {count: [] for count in (6, 12, 18, 24)}
     for seed in range(seeds):
         torch.manual_seed(seed)
@@ -91,7 +91,7 @@ def main(*, steps: int, seeds: int, wrong: int = 12) -> None:
             edgecolors=["black" if i < wrong else "none" for i in some.nonzero().squeeze(1)],
             label=f"labelled {label}",
         )
-    figure.colorbar(shown, label="value for the validation loss")
+    figure.colorbar(shown, label="value of the sample for validation")
     axes.set_title("wrong labels have a black edge", fontsize=10)
     axes.legend(frameon=False)
     save(figure, "influence")

@@ -1,13 +1,14 @@
 """Instance-wise risk minimisation: each sample of a batch is an objective of its own.
 
-A step along the mean gradient may make the loss of some samples larger. UPGrad chooses, from the
-Gramian, a combination of the samples' gradients that conflicts with none of them. Printed: what
-both come to on digits of which half the classes are rare, with steps of equal length, for several
-learning rates, and what a step costs.
+A step along the mean gradient may increase the loss of some samples. From the Gramian, UPGrad
+computes a combination of the samples' gradients that conflicts with none of them. The table
+compares both with steps of equal length, at several learning rates, on digits of which half the
+classes are rare; it also shows the time of a step.
 
-At an equal rate, UPGrad comes further, on rare classes too. It is no remedy for them: the mean
-bears a rate of 0.4, with which UPGrad diverges on two seeds of three, and with its best rate it
-gets more images of rare classes right (66% beside 58%), by steps that cost two thirds.
+At an equal rate, UPGrad gets further, also on rare classes. It does not solve rarity: the mean
+tolerates a rate of 0.4, at which UPGrad diverges on two seeds of three. At its best rate, the mean
+classifies more images of rare classes correctly (66% against 58%), and its steps take two thirds of
+the time.
 
 Quinton and Rey, Jacobian Descent for Multi-Objective Optimization, 2024, arXiv:2406.16232.
 """
@@ -37,9 +38,9 @@ def mean(gramian: Tensor) -> Tensor:
 
 
 def as_long_as_the_mean(weighting: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A weighting whose steps are as long as those along the mean gradient, so as to compare.
+    """A weighting whose steps are as long as those along the mean gradient, for a fair comparison.
 
-    They are not made more than four times longer: what is left where gradients cancel is rounding.
+    They are lengthened at most fourfold: where gradients cancel, only rounding is left.
     """
 
     def scaled(gramian: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def as_long_as_the_mean(weighting: Callable[[Tensor], Tensor]) -> Callable[[Tens
 
 
 def make_rare(images: Images) -> Images:
-    """Leaves a few images of some classes."""
+    """Keeps only a few images of some classes."""
     kept = []
     for label in range(10):
         of_class = (images.labels == label).nonzero().squeeze(1)
@@ -69,7 +70,7 @@ def train(
 ) -> tuple[list[float], list[tuple[int, Numbers]]]:
     """Trains; accuracy of frequent and of rare classes, training loss, and milliseconds of a step.
 
-    The second result is what a monitor has seen.
+    The second result is the record of a monitor.
     """
     model = make_classifier(seed)
     monitor = ConflictMonitor(as_long_as_the_mean(weighting))
@@ -97,12 +98,12 @@ def train(
 
 
 def main(*, epochs: int, seeds: int) -> None:
-    """Compares weightings, with steps of equal length, over some seeds."""
+    """Compares weightings, with steps of equal length, on several seeds."""
     cases: list[tuple[str, Callable[[Tensor], Tensor], float]] = [
         *(("mean", mean, rate) for rate in (0.1, 0.2, 0.4)),
         *(("UPGrad", UPGrad(), rate) for rate in (0.1, 0.2, 0.4)),
     ]
-    rows, histories = [], {}  # those of the last seed
+    rows, histories = [], {}  # records of the last seed
     for name, weighting, rate in cases:
         found = []
         for seed in range(seeds):

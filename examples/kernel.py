@@ -1,8 +1,8 @@
 """The empirical neural tangent kernel, and kernel regression with it.
 
-K(x, z) = <df(x)/dp, df(z)/dp>, the Gramian of the outputs themselves. Near its parameters a wide
-network trains like its linearisation, whose predictions after infinitely long gradient descent are
-those of kernel regression:
+K(x, z) = <df(x)/dp, df(z)/dp> is the Gramian of the outputs. Near its initial parameters, a wide
+network trains like its linearisation. After infinitely long gradient descent, the linearisation
+predicts what kernel regression does:
 
     f(z) + K(z, X) (K(X, X) + ridge)^-1 (y - f(X))
 
@@ -21,12 +21,12 @@ from examples.showing import print_table, save
 
 
 def kernels(engine: Engine, training: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
-    """K of the training points, and of test points with them.
+    """K of the training points, and K between test and training points.
 
     Args:
         engine: The engine of the model.
         training: The model's outputs for the training points, ``(B,)``.
-        test: For the test points, ``(C,)``.
+        test: The same for the test points, ``(C,)``.
 
     Returns:
         ``(B, B)`` and ``(C, B)``.
@@ -36,7 +36,7 @@ def kernels(engine: Engine, training: Tensor, test: Tensor) -> tuple[Tensor, Ten
 
 
 def predict(model: nn.Module, x: Tensor, y: Tensor, z: Tensor, ridge: float = 1e-3) -> Tensor:
-    """Values at the points ``z``, by kernel regression of the values ``y`` at ``x``."""
+    """Values at the points ``z``, by kernel regression on the values ``y`` at ``x``."""
     engine = Engine(model)
     f_x, f_z = (_score(model(points)) for points in (x, z))
     k_xx, k_zx = kernels(engine, f_x, f_z)
@@ -47,7 +47,7 @@ def predict(model: nn.Module, x: Tensor, y: Tensor, z: Tensor, ridge: float = 1e
 
 
 def _score(logits: Tensor) -> Tensor:
-    """One number for each point: how much more likely the second class is."""
+    """One number for each point: how much more likely the second class is than the first."""
     return logits[:, 1] - logits[:, 0]
 
 
@@ -60,7 +60,7 @@ def accuracy(size: int, width: int) -> float:
 
 
 def accuracy_of_training(size: int, width: int, steps: int) -> float:
-    """The same of the network itself, trained on the points."""
+    """The accuracy of the network itself, trained on the points."""
     training, test = draw(size), draw(200)
     model = make_model(width)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -84,7 +84,7 @@ def draw_kernel(size: int, width: int) -> None:
 
 
 def main(*, sizes: tuple[int, ...], steps: int) -> None:
-    """Compares the kernel with the network, over numbers of points and three draws."""
+    """Compares the kernel with the network, for several numbers of points, over three draws."""
     rows = []
     for size in sizes:
         found = []

@@ -1,11 +1,11 @@
-"""A small language model, and what the Gramians of its batches say while it learns.
+"""A small language model, and what the Gramians of its batches tell while it learns.
 
-A transformer of a third of a million parameters reads the reference of Python that ships with it,
-letter by letter. Each of the 32 pieces of a batch is an objective. The step is that of Adam with
-each piece's gradient clipped to the median norm; it needs the Gramian's diagonal. The same Gramian
-says how many pieces pull in different directions, how many independent directions there are, and
-how large a batch would be worth having, which grows while the model learns. Printed beside it: what
-a step costs with and without it.
+A transformer with a third of a million parameters reads Python's own reference, letter by letter.
+Each of the 32 pieces of a batch is an objective. Adam takes the steps, with each piece's gradient
+clipped to the median norm; this needs the Gramian's diagonal. The same Gramian tells how many pairs
+of pieces pull in different directions, how many independent directions there are, and
+how large a useful batch would be, which grows while the model learns. The output also shows
+the cost of a step with and without the Gramian.
 
 McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018,
 arXiv:1812.06162 (the noise scale).
@@ -28,7 +28,7 @@ BATCH = 32
 
 
 def clipped(gramian: Tensor) -> Tensor:
-    """Weights that make the longer half of the gradients as long as the median one."""
+    """Weights that shorten the longer half of the gradients to the median norm."""
     norms = gramian.diagonal().sqrt()
     return (norms.median() / norms).clamp(max=1) / len(gramian)
 
@@ -38,7 +38,7 @@ class Learner:
 
     Args:
         model: The model.
-        monitor: What sees the Gramians, and weighs the losses by them. Without one, there are none.
+        monitor: Receives the Gramians and weighs the losses. Without one, no Gramian is computed.
     """
 
     def __init__(self, model: nn.Module, monitor: ConflictMonitor | None) -> None:
@@ -48,7 +48,7 @@ class Learner:
         self.text = Text(reference())
 
     def step(self) -> None:
-        """Takes one."""
+        """Takes one training step."""
         losses = losses_of(self.model, self.text.draw(BATCH))
         if self.engine is None or self.monitor is None:
             losses.mean().backward()
@@ -59,7 +59,7 @@ class Learner:
 
 
 def main(*, steps: int, width: int) -> None:
-    """Trains, and prints a table on the way."""
+    """Trains, and prints a table with the progress."""
     torch.manual_seed(0)
     monitor = ConflictMonitor(clipped, every=1 + steps // 400)
     learner = Learner(LanguageModel(width), monitor)

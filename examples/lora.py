@@ -1,10 +1,10 @@
-"""Fine-tuning by low-rank adapters, where Gramians of samples cost little.
+"""Fine-tuning with low-rank adapters, where Gramians of samples cost little.
 
-A small language model learns the reference of Python, and then the code of a module of its library:
-once all of its parameters, and once adapters of rank 4 on its linear layers, by peft. J has columns
-for trainable parameters, and frozen layers only pass cotangents on, as in any backward pass. So a
-Gramian of the samples, with UPGrad's weights, adds less to a step the fewer parameters are trained.
-Printed: bits a letter before and after, what is forgotten, and what steps cost.
+A small language model learns the reference of Python, and then the code of a library module: once
+with all parameters, and once with rank-4 adapters (peft) on its linear layers. J has columns only
+for trainable parameters; frozen layers just pass cotangents on, as in any backward pass. The fewer
+parameters are trained, the less a Gramian with UPGrad's weights therefore adds to a step. The table
+shows bits per letter before and after, what is forgotten, and what steps cost.
 
 Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, 2021, arXiv:2106.09685.
 """
@@ -46,12 +46,12 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 class Tuning:
-    """A model that is trained on the code.
+    """A model trained on the code.
 
     Args:
-        model: With the parameters to train.
+        model: Its parameters that require gradients are trained.
         rate: The learning rate of Adam.
-        by_gramian: Whether to weigh the losses of a batch by UPGrad, or alike.
+        by_gramian: Whether UPGrad weighs the losses of a batch; otherwise all weigh the same.
     """
 
     def __init__(self, model: nn.Module, rate: float, *, by_gramian: bool) -> None:
@@ -63,7 +63,7 @@ class Tuning:
         self.code = Text(source_code())
 
     def step(self) -> None:
-        """Takes one."""
+        """Takes one training step."""
         losses = losses_of(self.model, self.code.draw(BATCH))
         if self.engine is None:
             losses.mean().backward()
@@ -73,7 +73,7 @@ class Tuning:
         self.optimizer.zero_grad()
 
     def train(self, steps: int) -> list[float]:
-        """Bits a letter of unseen code on the way."""
+        """Trains, and returns the bits per letter of unseen code at several moments."""
         torch.manual_seed(1)
         course = [validate(self.model, self.code)]
         for step in range(1, steps + 1):
@@ -84,7 +84,7 @@ class Tuning:
 
 
 def main(*, before: int, steps: int, width: int) -> None:
-    """Compares what is trained, and how."""
+    """Compares trained parameters and weightings."""
     model, other = pretrained(before, width), Text(reference())
     rows, figure = [], Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
@@ -105,8 +105,8 @@ def main(*, before: int, steps: int, width: int) -> None:
             axes.plot(range(len(course)), course, label=f"{what}, {how}")
     head = ("trained", "parameters", "weights", "code before", "after", "reference after")
     print_table((*head, "ms a step", "to mean"), rows)
-    print(f"Bits a letter; the reference had {validate(model, other):.2f} before.")
-    axes.set(xlabel="tenths of the training", ylabel="bits a letter of unseen code")
+    print(f"Bits per letter; before, the reference was at {validate(model, other):.2f}.")
+    axes.set(xlabel="tenths of the training", ylabel="bits per letter of unseen code")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     save(figure, "lora")

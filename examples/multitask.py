@@ -1,9 +1,9 @@
-"""Multi-task learning: one trunk, three tasks, and the weights of their losses by the Gramian.
+"""Multi-task learning: one trunk, three tasks, and weights of their losses from the Gramian.
 
-A small convolutional network looks at digits and tells the class, whether the digit is odd, and
-where the ink is. The objectives are the three mean losses of a batch, in a dict, so that the
-Gramian is 3 x 3 and its price is that of three backward passes. Beside the plain sum of the losses
-stand weightings of the Gramian, and each task alone, with a trunk of its own.
+A small convolutional network looks at digits, and tells the class, whether the digit is odd, and
+where the ink is. The objectives are the mean losses of the three tasks on a batch, in a dict. The
+Gramian is therefore 3 x 3, and costs as much as three backward passes. The table compares the plain
+sum of the losses, weightings of the Gramian, and each task alone with its own trunk.
 
 Yu et al., Gradient Surgery for Multi-Task Learning, 2020, arXiv:2001.06782 (PCGrad); Quinton and
 Rey, Jacobian Descent for Multi-Objective Optimization, 2024, arXiv:2406.16232 (UPGrad).
@@ -58,14 +58,14 @@ def losses_of(outputs: dict[str, Tensor], images: Images) -> dict[str, Tensor]:
 
 
 def centre(images: Images) -> Tensor:
-    """Where the ink of each image is on average, ``(B, 2)``, in pixels from the middle."""
+    """The mean position of each image's ink, ``(B, 2)``, in pixels from the middle."""
     places = torch.arange(8.0) - 3.5
     ink = images.pixels.squeeze(1) / images.pixels.sum((1, 2, 3)).view(-1, 1, 1)
     return torch.stack([ink.sum(1) @ places, ink.sum(2) @ places], 1)
 
 
 def errors(model: nn.Module, images: Images) -> list[float]:
-    """Wrong classes, wrong parities, and the mean distance from the ink in pixels."""
+    """Share of wrong classes, share of wrong parities, and mean distance from the ink in pixels."""
     with torch.no_grad():
         outputs = model(images.pixels)
     wrong = outputs["class"].argmax(1) != images.labels
@@ -77,7 +77,7 @@ def errors(model: nn.Module, images: Images) -> list[float]:
 def train(
     weighting: Callable[[Tensor], Tensor], epochs: int, seed: int, only: str | None = None
 ) -> tuple[list[float], ConflictMonitor, float]:
-    """Trains: errors on the test images, what a monitor saw, and milliseconds of a step."""
+    """Trains; returns errors on the test images, a monitor's record, and milliseconds of a step."""
     training, test = load_images(seed)
     torch.manual_seed(seed)
     model = MultiTask()
@@ -101,7 +101,7 @@ def train(
 
 
 def main(*, epochs: int, seeds: int) -> None:
-    """Compares weightings over some seeds."""
+    """Compares weightings on several seeds."""
     weightings: dict[str, Callable[[Tensor], Tensor]] = {
         "sum of the losses": lambda gramian: gramian.new_ones(len(gramian)),
         "unit norms": lambda gramian: gramian.diagonal().clamp(min=1e-20).rsqrt(),
@@ -142,7 +142,7 @@ def main(*, epochs: int, seeds: int) -> None:
 
 
 def _texts(errors: list[float]) -> list[str]:
-    """Errors of the tasks, for a table."""
+    """Formats the errors of the tasks for a table."""
     return [f"{errors[0]:.1%}", f"{errors[1]:.1%}", f"{errors[2]:.3f}"]
 
 

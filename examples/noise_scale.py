@@ -1,12 +1,12 @@
 """The gradient noise scale: how large a batch is worth its cost.
 
-With g_b the gradients of B samples and G their Gramian, the noise of a single one, tr(S), and the
-squared norm of the true gradient have unbiased estimates from the diagonal and the mean of G:
+With g_b the gradients of B samples and G their Gramian, the noise of a single gradient, tr(S), and
+the squared norm of the true gradient have unbiased estimates from the diagonal and the mean of G:
 
     tr(S) = (mean of G_bb - mean of G) * B / (B - 1)        |g|^2 = mean of G - tr(S) / B
 
 Their ratio is the batch size at which noise and signal are equal. Smaller batches need about as
-many samples, and more steps; larger ones more samples, and about as many steps: printed for some.
+many samples but more steps; larger ones about as many steps but more samples. The output shows it.
 
 McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018,
 arXiv:1812.06162, section 2.2.
@@ -21,7 +21,7 @@ from examples.showing import print_table
 
 
 def train(steps: int) -> list[tuple[int, float]]:
-    """Trains, and returns some steps with the noise scale there."""
+    """Trains, and returns the noise scale at some steps."""
     model = make_model()
     engine = Engine(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -34,7 +34,7 @@ def train(steps: int) -> list[tuple[int, float]]:
         )
         optimizer.step()
         optimizer.zero_grad()
-        # Each estimate has no bias, but their ratio has: so they are averaged over steps first.
+        # The estimates are unbiased, but not their ratio: average them over steps first.
         now = noise_and_signal(gramian)
         noise, signal = (0.9 * x + 0.1 * new for x, new in zip((noise, signal), now, strict=True))
         if step % max(1, steps // 8) == 0:
@@ -43,9 +43,9 @@ def train(steps: int) -> list[tuple[int, float]]:
 
 
 def samples_needed(size: int, *, goal: float, most: int) -> tuple[int, int]:
-    """Steps and samples until the loss is below a goal, with batches of some size.
+    """Steps and samples until the loss is below a goal, with batches of one size.
 
-    The learning rate grows with the root of the size, up to where training is stable.
+    The learning rate grows with the root of the size, as long as training is stable.
     """
     torch.manual_seed(0)
     model, test = make_model(), draw(1000)
@@ -63,11 +63,11 @@ def samples_needed(size: int, *, goal: float, most: int) -> tuple[int, int]:
 
 
 def main(*, steps: int, sizes: tuple[int, ...]) -> None:
-    """Prints the noise scale during a training, and what batches of several sizes need."""
+    """Prints the noise scale during training, and the needs of batches of several sizes."""
     torch.manual_seed(0)
     found = train(steps)
     print_table(("step", "noise scale, samples"), [(step, f"{x:.0f}") for step, x in found])
-    print("\nFor a loss of 0.3, whose noise scale is in the table:")
+    print("\nTo reach a loss of 0.3 (see its noise scale in the table):")
     most = 20 * steps
     rows = [(size, *samples_needed(size, goal=0.3, most=most)) for size in sizes]
     print_table(("batch size", "steps", "samples"), rows)

@@ -1,15 +1,15 @@
-"""A physics-informed network for Poisson's equation, by Gauss-Newton steps in the space of samples.
+"""A physics-informed network for Poisson's equation, with Gauss-Newton steps in sample space.
 
 Find u with -(u_xx + u_yy) = f in the unit square and u = 0 on its edge, for the f whose solution
-is sin(pi x) sin(pi y). The residuals at some points are the objectives, and a step is the smallest
-change d of the parameters with J d = r, damped: Jᵀ (J Jᵀ + λ I)⁻¹ r. The system has as many
-unknowns as there are points, and not as there are parameters.
+is sin(pi x) sin(pi y). The residuals at some points are the objectives. A step is the smallest
+change d of the parameters with J d = r, damped: Jᵀ (J Jᵀ + λ I)⁻¹ r. The system has one unknown
+per point, not one per parameter.
 
-The network carries the derivatives of its hidden values along, as further positions of a linear
-layer. They are thus part of one forward pass. Derivatives by a second backward pass
+The network carries the derivatives of its hidden values along, as additional positions of a linear
+layer. One forward pass thus computes them. Derivatives by a second backward pass
 (``create_graph=True``) would cost the engine no more.
 
-Beside it, Adam gets twice the time, with a rate that is tuned and falls to zero.
+For comparison, Adam gets twice the time, with a tuned rate that decays to zero.
 
 Levenberg 1944 and Marquardt 1963 (the damping); Müller and Zeinhofer, Achieving High Accuracy with
 PINNs via Energy Natural Gradients, 2023, arXiv:2302.13163; Chen and Heyl, Empowering deep neural
@@ -37,7 +37,7 @@ from examples.showing import print_table, save
 
 INTERIOR, EDGE = 400, 80
 EDGE_WEIGHT = 10.0
-ADAM_RATE = 0.03  # of 0.003, 0.01, 0.03 and 0.06, with three seeds
+ADAM_RATE = 0.03  # best of 0.003, 0.01, 0.03 and 0.06, with three seeds
 
 
 class Network(nn.Module):
@@ -74,7 +74,7 @@ def derived(state: Tensor) -> Tensor:
 
 
 def solution(points: Tensor) -> Tensor:
-    """What the network should find, ``(N,)``."""
+    """The exact solution at some points, ``(N,)``."""
     return (math.pi * points).sin().prod(1)
 
 
@@ -89,7 +89,7 @@ def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def residuals(network: Network, points: tuple[Tensor, Tensor]) -> Tensor:
-    """How far the equation and the values on the edge are off, ``(INTERIOR + EDGE,)``."""
+    """The error in the equation and in the values on the edge, ``(INTERIOR + EDGE,)``."""
     inside, edge = points
     values, laplacians = network(torch.cat([inside, edge]))
     source = 2 * math.pi**2 * solution(inside)
@@ -98,7 +98,7 @@ def residuals(network: Network, points: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def relative_error(network: Network) -> float:
-    """The relative error in the mean square, on a grid."""
+    """The relative error in the mean square, over a grid."""
     axis = torch.linspace(0, 1, 50)
     grid = torch.cartesian_prod(axis, axis)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def relative_error(network: Network) -> float:
 
 
 def gauss_newton(network: Network, steps: int) -> Iterator[tuple[float, float]]:
-    """Steps at new points each: seconds and relative error after each."""
+    """Takes each step at new points; yields seconds and relative error after each."""
     optimizer = GaussNewton(Engine(network, batch_dim=0))
     generator = torch.Generator().manual_seed(1)
     start = time.perf_counter()
@@ -117,7 +117,7 @@ def gauss_newton(network: Network, steps: int) -> Iterator[tuple[float, float]]:
 
 
 def adam(network: Network, seconds: float) -> Iterator[tuple[float, float]]:
-    """Adam for some seconds: seconds and relative error after each tenth step, and at the end."""
+    """Runs Adam for some seconds; yields seconds and error at each tenth step and the end."""
     optimizer = torch.optim.Adam(network.parameters())
     generator = torch.Generator().manual_seed(1)
     start, count = time.perf_counter(), 0
@@ -133,7 +133,7 @@ def adam(network: Network, seconds: float) -> Iterator[tuple[float, float]]:
 
 
 def compare(steps: int) -> dict[str, list[tuple[float, float]]]:
-    """Both from the same network, Adam for twice as long."""
+    """Trains the same network with both methods; Adam gets twice the time."""
     found: dict[str, list[tuple[float, float]]] = {}
     torch.manual_seed(0)
     first = Network().state_dict()
@@ -149,7 +149,7 @@ def compare(steps: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def main(*, steps: int) -> None:
-    """Prints how far both come, and draws it."""
+    """Prints and draws how far both methods get."""
     courses = compare(steps)
     end = courses["Gauss-Newton"][-1][0]
     rows = []

@@ -1,4 +1,4 @@
-"""A small problem for all examples: points of a noisy spiral, in two classes."""
+"""A small problem shared by the examples: points of a noisy spiral, in two classes."""
 
 import argparse
 from dataclasses import dataclass
@@ -39,5 +39,5 @@ def make_model(width: int = 32) -> nn.Module:
 def is_short(description: str | None) -> bool:
     """Whether the command line asks for a short run."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--short", action="store_true", help="a few seconds, to see it run")
+    parser.add_argument("--short", action="store_true", help="run for a few seconds, as a test")
     return bool(parser.parse_args().short)

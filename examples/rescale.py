@@ -1,8 +1,8 @@
 """DeepLIFT's rescale rule for a network that calls one ReLU twice, with two shapes.
 
-What an input contributes to a difference of outputs, f(x) - f(x0), is its difference times a
-multiplier. Multipliers go backwards like gradients, but that of a nonlinearity is the difference of
-its output over that of its input, so that the contributions add up to f(x) - f(x0) exactly.
+An input contributes its difference times a multiplier to a difference of outputs, f(x) - f(x0).
+Multipliers go backwards like gradients. That of a nonlinearity, however, is the difference of its
+output divided by that of its input, so that the contributions add up to f(x) - f(x0) exactly.
 
 Shrikumar, Greenside and Kundaje, Learning Important Features Through Propagating Activation
 Differences, 2017, arXiv:1704.02685.
@@ -19,7 +19,7 @@ from examples.problem import is_short
 
 
 class Twice(nn.Module):
-    """A network with one ReLU for two layers: ``(b, 8)`` and ``(b, 1)``."""
+    """A network with one ReLU for two layers, whose outputs are ``(b, 8)`` and ``(b, 1)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class Twice(nn.Module):
 
 
 def multiplier(given: Tensor, output: Tensor, gradient: Tensor) -> Tensor:
-    """The difference of outputs over that of inputs, times a gradient.
+    """The difference of outputs divided by that of inputs, times a gradient.
 
-    The second half of the batch is the reference. Where inputs are equal, the derivative stands.
+    The second half of the batch is the reference. Where inputs are equal, it uses the derivative.
     """
     (x, x0), (y, y0) = given.chunk(2), output.chunk(2)
     difference = x - x0
@@ -46,11 +46,11 @@ def multiplier(given: Tensor, output: Tensor, gradient: Tensor) -> Tensor:
 
 
 class Rescaled(torch.autograd.Function):
-    """A nonlinearity whose backward pass has multipliers. Each call keeps its own tensors."""
+    """A nonlinearity whose backward pass uses multipliers. Each call keeps its own tensors."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, output: Tensor) -> Tensor:
-        """The output as it is."""
+        """Returns the output unchanged."""
         ctx.save_for_backward(given, output)
         return output.clone()
 
@@ -62,7 +62,7 @@ class Rescaled(torch.autograd.Function):
 
 
 def contributions(model: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
-    """What each input contributes to f(x) - f(x0), ``(b, inputs)``, with storage for each call."""
+    """Each input's contribution to f(x) - f(x0), ``(b, inputs)``, with storage for each call."""
 
     def rescale(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Any:
         return Rescaled.apply(args[0], output.detach())  # type: ignore[no-untyped-call]  # as typed in torch
@@ -73,7 +73,7 @@ def contributions(model: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
 
 
 def contributions_by_module(model: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
-    """The same with storage for each module, as hooks are often written: of two calls, the last."""
+    """The same with storage for each module, as many hooks have it: the last call wins."""
     last: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def store(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -90,14 +90,14 @@ def contributions_by_module(model: nn.Module, x: Tensor, reference: Tensor) -> T
 
 
 def _contributions(model: nn.Module, x: Tensor, reference: Tensor) -> Tensor:
-    """Multipliers, by one pass for the inputs and the reference, times differences of inputs."""
+    """Multipliers, from one pass over inputs and reference, times differences of inputs."""
     both = torch.cat([x, reference]).requires_grad_()
     (multipliers,) = torch.autograd.grad(model(both)[: len(x)].sum(), both)
     return multipliers[: len(x)] * (x - reference)
 
 
 def save_picture(path: Path, difference: Tensor, sums: dict[str, Tensor]) -> None:
-    """Draws sums of contributions over differences of outputs: on the diagonal where they agree."""
+    """Draws sums of contributions against differences of outputs; on the diagonal, they agree."""
     from matplotlib.figure import Figure  # only for the picture
 
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
@@ -127,7 +127,7 @@ def main(*, short: bool, picture: Path) -> None:
         gap = float((total - difference).abs().max() / difference.abs().max())
         print(f"Storage {name}: the sums are off by {gap:.1e} of the largest difference.")
     save_picture(picture, difference, {f"storage {name}": x for name, x in sums.items()})
-    print(f"The picture is in {picture}.")
+    print(f"Picture saved to {picture}.")
 
 
 if __name__ == "__main__":

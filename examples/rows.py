@@ -1,10 +1,10 @@
 """Aggregators that need rows, served one parameter at a time.
 
-*GradDrop* and *TrimmedMean* look at each coordinate for itself. Fed with one parameter's columns
-after the other, they give what they give for the whole matrix (of GradDrop, with other random
-numbers), and no more than one parameter's rows are ever in memory.
+*GradDrop* and *TrimmedMean* treat each coordinate separately. Given one parameter's columns after
+the other, they return what they return for the whole matrix (GradDrop draws other random numbers).
+Memory never holds more than one parameter's rows.
 
-*ConFIG* is different: it normalises whole rows, so that feeding it parameter by parameter would be
+*ConFIG* is different: it normalises whole rows, so that calling it for each parameter would be
 another method. But its result is a combination of the rows, and the weights follow from the
 Gramian. It therefore needs no rows.
 
@@ -27,7 +27,7 @@ from examples.showing import print_table
 def aggregate_by_parameter(
     jacobian: Jacobian, aggregator: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The result of an aggregator that looks at each coordinate for itself."""
+    """The result of an aggregator that treats each coordinate separately."""
     aggregated = {}
     for name in jacobian.names:
         rows = jacobian.rows(slice(None), [name])[name]  # (m, *parameter)
@@ -39,8 +39,8 @@ def config_weights(gramian: Tensor) -> Tensor:
     """The weights of ConFIG, with equal preferences, from the Gramian ``(m, m)``.
 
     With U the rows divided by their norms and C = U U^T, the direction is d = U^+ 1 = U^T C^+ 1,
-    and its length the sum of the rows' projections on it. A row of zeros, that of a sample whose
-    loss is zero, counts for nothing. Nor does a row that is too small for its square to be exact.
+    and its length the sum of the rows' projections on it. Rows of zeros, from samples whose
+    loss is zero, are ignored, as are rows too small for an exact square.
     """
     squares = gramian.diagonal()
     finfo = torch.finfo(gramian.dtype)
@@ -60,7 +60,7 @@ def train(step_of: Callable[[Engine, nn.Module, Tensor], None], steps: int) -> f
     torch.manual_seed(0)
     model = make_model()
     engine = Engine(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # with twice as much, it is unstable
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)  # with twice the rate, it is unstable
     for _ in range(steps):
         step_of(engine, model, draw(16).losses(model))
         optimizer.step()
@@ -70,7 +70,7 @@ def train(step_of: Callable[[Engine, nn.Module, Tensor], None], steps: int) -> f
 
 
 def by_rows(aggregator: Callable[[Tensor], Tensor]) -> Callable[[Engine, nn.Module, Tensor], None]:
-    """A step with an aggregator that is fed parameter by parameter."""
+    """A step with an aggregator that receives one parameter at a time."""
 
     def step(engine: Engine, model: nn.Module, losses: Tensor) -> None:
         gradients = aggregate_by_parameter(engine.jacobian(losses), aggregator)

@@ -1,4 +1,4 @@
-"""How the examples show what they have found: tables, and pictures in a folder."""
+"""Shows the results of the examples: tables, and pictures in a folder."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ FOLDER = Path("build/examples")
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints rows below a head, numbers to the right."""
+    """Prints rows below a head, with numbers aligned to the right."""
     texts = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     is_number = [all(_is_number(row[i]) for row in texts[1:]) for i in range(len(head))]
@@ -24,16 +24,16 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def save(figure: Figure, name: str) -> Path:
-    """Saves a picture, says where, and returns its path."""
+    """Saves a picture, prints its path, and returns it."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}.png"
     figure.savefig(path, dpi=110)
-    print(f"The picture is in {path}.")
+    print(f"Picture saved to {path}.")
     return path
 
 
 def milliseconds(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median time of each of some steps, which take turns, so that all see the same load."""
+    """The median time of each step. The steps take turns, so that all see the same load."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds + 1):
         for name, step in steps.items():
@@ -44,5 +44,5 @@ def milliseconds(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict
 
 
 def _is_number(cell: str) -> bool:
-    """Whether a cell begins as a number does."""
+    """Whether a cell begins like a number."""
     return cell[:1] in set("-+.0123456789")

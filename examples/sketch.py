@@ -1,7 +1,8 @@
-"""Gramians of more samples than m² products are worth, from random projections of the rows.
+"""Gramians of many samples, estimated from random projections of the rows.
 
-Prints what a sketch costs beside the Gramian, and how far its cosines are off. With thousands of
-samples, a sketch in some hundreds of dimensions is much cheaper. `docs/sketches.md` explains both.
+Prints the cost of a sketch and of the Gramian, and the error of the sketch's cosines. With
+thousands of samples, a sketch in some hundreds of dimensions is much cheaper; see
+`docs/sketches.md`.
 """
 
 import time
@@ -15,7 +16,7 @@ from examples.problem import draw, is_short, make_model
 
 
 def error_of_cosines(estimate: Tensor, exact: Tensor) -> float:
-    """The root of the mean square of the errors of all cosines between two gradients."""
+    """The root of the mean squared error of the cosines between different gradients."""
     norms = exact.diagonal().sqrt()
     cosines = (estimate - exact) / torch.outer(norms, norms)
     different = ~torch.eye(len(exact), dtype=torch.bool)
@@ -23,7 +24,7 @@ def error_of_cosines(estimate: Tensor, exact: Tensor) -> float:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """The shortest of three runs."""
+    """The time of the fastest of three runs."""
     times = []
     for _ in range(3):
         start = time.perf_counter()

@@ -21,13 +21,13 @@ def reference() -> str:
 
 @cache
 def source_code() -> str:
-    """The code of a module of the standard library, which is another language for the reader."""
+    """The code of a module of the standard library: another language to the model."""
     return inspect.getsource(textwrap)
 
 
 @cache
 def alphabet() -> str:
-    """All letters of the reference, and one for those that it has not."""
+    """All letters of the reference, and one that stands for any other."""
     return "".join(sorted(set(reference()))) + _UNKNOWN
 
 
@@ -43,7 +43,7 @@ def decode(numbers: Tensor) -> str:
 
 
 class Text:
-    """A text to draw from: its first nine tenths for training, and the rest to validate."""
+    """A text to draw from: the first nine tenths for training, the rest for validation."""
 
     def __init__(self, text: str) -> None:
         numbers = encode(text)
@@ -51,19 +51,19 @@ class Text:
         self.training, self.validation = numbers[:cut], numbers[cut:]
 
     def draw(self, size: int) -> Tensor:
-        """Pieces of the part for training, ``(size, LENGTH + 1)``."""
+        """Random pieces of the training part, ``(size, LENGTH + 1)``."""
         starts = torch.randint(len(self.training) - LENGTH - 1, (size, 1))
         return self.training[starts + torch.arange(LENGTH + 1)]
 
     def pieces(self, most: int = 64) -> Tensor:
-        """The same number of pieces of the other part in each call, ``(n, LENGTH + 1)``."""
+        """The same pieces of the validation part in each call, ``(n, LENGTH + 1)``."""
         count = min(most, (len(self.validation) - 1) // LENGTH)
         starts = torch.linspace(0, len(self.validation) - LENGTH - 1, count).long().unsqueeze(1)
         return self.validation[starts + torch.arange(LENGTH + 1)]
 
 
 class Block(nn.Module):
-    """Attention to letters before, and a perceptron."""
+    """Attention to earlier letters, and a perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(B, T, width)`` to the same."""
+        """Maps ``(B, T, width)`` to the same shape."""
         parts = self.attend(self.first(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         query, key, value = parts
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """A transformer that gives the scores of each next letter."""
+    """A transformer that scores each next letter."""
 
     def __init__(self, width: int = 96, depth: int = 3, heads: int = 4) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class LanguageModel(nn.Module):
         self.norm, self.scores = nn.LayerNorm(width), nn.Linear(width, len(alphabet()))
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Letters ``(B, T)`` to scores ``(B, T, letters)``."""
+        """Maps letters ``(B, T)`` to scores ``(B, T, letters)``."""
         x = self.letters(numbers) + self.places[: numbers.shape[1]]
         scores: Tensor = self.scores(self.norm(self.blocks(x)))
         return scores
@@ -107,13 +107,13 @@ def losses_of(model: nn.Module, pieces: Tensor) -> Tensor:
 
 
 def validate(model: nn.Module, text: Text) -> float:
-    """Bits for each letter that the training has not seen."""
+    """Bits per letter on text that the training has not seen."""
     with torch.no_grad():
         return float(losses_of(model, text.pieces()).mean())
 
 
 def write(model: nn.Module, begin: str, count: int) -> str:
-    """Goes on from some letters."""
+    """Continues a text."""
     numbers = encode(begin).unsqueeze(0)
     with torch.no_grad():
         for _ in range(count):

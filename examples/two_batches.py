@@ -1,7 +1,7 @@
 """Weightings that need the products of two independent batches, J1 J2^T.
 
-MoDo and SDMGrad estimate the weights of several objectives without the bias that comes from one
-batch in both factors. What they ask for is the cross-Gramian: no Jacobian is formed.
+MoDo and SDMGrad estimate the weights of several objectives without the bias of using one
+batch in both factors. They need the cross-Gramian, and no Jacobian is formed.
 
 Chen, Fernando, Ying and Chen, Three-Way Trade-Off in Multi-Objective Learning, 2023,
 arXiv:2305.20057 (MoDo); Xiao, Ban and Ji, Direction-Oriented Multi-Objective Learning, 2023,
@@ -22,14 +22,14 @@ TASKS = 3
 
 
 class MultiTask(nn.Module):
-    """A trunk with one output for each of several tasks."""
+    """A trunk with one output for each task."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, TASKS))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Points ``(B, 2)`` to outputs ``(B, TASKS)``."""
+        """Maps points ``(B, 2)`` to outputs ``(B, TASKS)``."""
         outputs: Tensor = self.trunk(x)
         return outputs
 
@@ -43,7 +43,7 @@ def draw_losses(model: nn.Module) -> Tensor:
 
 
 def train(weighting: Callable[[Tensor], Tensor], steps: int) -> tuple[Tensor, Tensor]:
-    """Trains with three batches a step: two for the weights, and one for the update.
+    """Trains with three batches per step: two for the weights, and one for the update.
 
     Returns:
         The losses of the tasks before and after.
