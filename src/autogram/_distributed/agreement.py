@@ -1,7 +1,7 @@
-"""Agreement: what all ranks know before they exchange data, and errors that all of them raise.
+"""Agreement: ranks share what they know before they exchange data, and raise errors together.
 
-Where passes gather parameters from all ranks, all make equally many. What a rank tells begins with
-its call, so that ranks out of step notice it before they exchange anything else.
+Where passes gather parameters from all ranks, all ranks make equally many passes. Each message
+begins with the rank's call, so that ranks out of step notice it before they exchange anything else.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from autogram._undo import undone
 from autogram.errors import RankError, listed
 
 _DONE, _PASS = range(2)
-_NUMBERS = 2  # that ranks tell one another at a time
+_NUMBERS = 2  # numbers in each message
 _UNKNOWN = (-2, -2)
-_MOST = 64  # steps of different shapes that are remembered
-_NUMBER, _INTEGER = Struct("=d"), Struct("=q")  # of the same bits
+_MOST = 64  # remembered steps of different shapes
+_NUMBER, _INTEGER = Struct("=d"), Struct("=q")  # of equally many bits
 
 # The methods of engines in which ranks meet.
 CALLS = ("jacobian", "verify", "compute_gramian", "weights", "backward", "accumulate")
 
 
 class _Stage(IntEnum):
-    """What ranks tell one another."""
+    """Subjects of the ranks' messages."""
 
     FORESEEN = auto()
     SHARES = auto()
@@ -45,29 +45,28 @@ Digests = tuple[tuple[int, ...], ...]
 
 
 class Agreement:
-    """What the ranks of a group know of one another. The same on all of them, at each step.
+    """Knowledge that the ranks of a group share, equal on all of them at each step.
 
-    Each method takes the error of this rank, if it has failed. If a rank has failed, or ranks are
-    in different calls, all raise a `RankError`. A rank that was interrupted raises what has
-    interrupted it.
+    Each method takes this rank's error, if it failed. If a rank failed, or ranks are in different
+    calls, all ranks raise a `RankError`. An interrupted rank raises its interrupt.
 
     Attributes:
-        calls: How often the ranks have told one another that all is well, or not.
+        calls: How often the ranks have reported success or failure to one another.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._known = Latest[Digests, list[Share]](_MOST)
         self._is_in_call = False
-        self._kind = self._number = 0  # of the call of this rank
+        self._kind = self._number = 0  # kind and number of this rank's call
         self.calls = 0
 
     def begin(self, kind: str) -> None:
-        """Begins a call of an engine's method, in which the ranks meet."""
+        """Begins a call of an engine method in which the ranks communicate."""
         self._kind, self._number = CALLS.index(kind), self._number + 1
 
     def shares(self, own: Share | None, error: BaseException | None) -> list[Share]:
-        """What each rank has. Shapes that all ranks have seen together are told by a hash.
+        """The share of each rank. Shapes that all ranks have seen together are sent as a hash.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters.
@@ -81,28 +80,28 @@ class Agreement:
         return shares
 
     def foreseen(self, own: Share | None, error: BaseException | None) -> list[Share] | None:
-        """What each rank will have, if all of them foresee it, and had it together before."""
+        """Each rank's next share, if all ranks foresee theirs, and had these together before."""
         return self._known.get(self._digests(_Stage.FORESEEN, own, error))
 
     def holds(self, is_right: bool, error: BaseException | None) -> bool:
-        """Whether all ranks had what they have foreseen."""
+        """Whether all ranks had the shares that they foresaw."""
         return (0,) not in self._told(_Stage.HOLDS, error, int(is_right))
 
     def is_ready(self, error: BaseException | None, may_fail: bool) -> bool:
-        """Whether what comes last may fail on some rank, so that all have to wait for its end."""
+        """Whether the last part may fail on some rank, so that all have to wait for its end."""
         return (1,) in self._told(_Stage.READY, error, int(may_fail))
 
     def end(self, error: BaseException | None) -> None:
-        """Waits until all ranks have come to the end of a call."""
+        """Waits until all ranks have reached the end of a call."""
         self._told(_Stage.END, error)
 
     def confirm(self, error: BaseException | None, scale: float = 0.0, wrapped: int = 0) -> None:
-        """Waits until all ranks have come here.
+        """Waits until all ranks have reached this point.
 
         Args:
-            error: Why this rank has failed, if it has.
-            scale: That of this rank's losses, or zero without a gradient scaler.
-            wrapped: How many parameters have gradients that wrappers of this rank exchange.
+            error: This rank's error, if it failed.
+            scale: The scale of this rank's losses, or zero without a gradient scaler.
+            wrapped: Number of parameters whose gradients are exchanged by wrappers of this rank.
 
         Raises:
             RankError: A rank has failed, or the ranks have different scales or wrappers.
@@ -121,10 +120,10 @@ class Agreement:
     def passes(self, go_along: Callable[[], None], kind: str | None = None) -> Iterator[None]:
         """A block in which all ranks make equally many passes. Interrupts wait for its end.
 
-        How many a rank makes depends on what it knows: where the samples are, whether a check is
-        due. Ranks vote before each pass. A rank that is done goes along with the passes of others,
-        by a function that makes a pass whose result nobody needs. The block is a call of its own if
-        it has a ``kind`` and is inside of no other.
+        A rank knows by itself how many passes it needs: to locate samples, or for a check that is
+        due. Ranks vote before each pass. A rank that is done joins the passes of others, with a
+        function that makes a pass whose result nobody needs. The block is a separate call if
+        it has a ``kind`` and is not inside of another call.
 
         Raises:
             RankError: A rank has failed.
@@ -146,13 +145,13 @@ class Agreement:
                 self._told(_Stage.VOTE, error, _DONE)  # raises
 
     def _digests(self, stage: _Stage, own: Share | None, error: BaseException | None) -> Digests:
-        """What each rank has, by a hash."""
+        """A hash of each rank's share."""
         return self._told(stage, error, *(_UNKNOWN if own is None else own.digest))
 
     def _told(self, stage: _Stage, error: BaseException | None, *numbers: int) -> Digests:
-        """Some numbers of each rank. If some have failed, all ranks raise what happened there.
+        """Some numbers of each rank. If some ranks failed, all raise what happened there.
 
-        All messages have one length, whatever is told, so that ranks out of step can read them.
+        All messages have the same length, so that ranks out of step can read them.
         """
         self.calls += 1
         rest = (0,) * (_NUMBERS - len(numbers))
@@ -183,7 +182,7 @@ class Agreement:
 
 
 def _compare_calls(calls: Sequence[tuple[int, int, int]]) -> None:
-    """Refuses ranks that are not in the same call, or not at the same place of it."""
+    """Refuses ranks that are in different calls, or at different points of one call."""
     ranks = [rank for rank, call in enumerate(calls) if call != calls[0]]
     if ranks:
         first, other = (
@@ -226,7 +225,7 @@ def _compare(shares: Sequence[Share]) -> None:
 
 
 def _compare_wrapped(counts: Sequence[int]) -> None:
-    """Refuses ranks of which some would wait for wrappers, and others would not call these."""
+    """Refuses ranks if some would wait for wrappers that others would not call."""
     ranks = [rank for rank, count in enumerate(counts) if count < max(counts)]
     if ranks:
         raise RankError(
@@ -238,7 +237,7 @@ def _compare_wrapped(counts: Sequence[int]) -> None:
 
 
 def _compare_scales(bits: Sequence[int]) -> None:
-    """Refuses ranks whose losses have different scales, which are given by their bits."""
+    """Refuses ranks whose losses have different scales; ``bits`` are those of the scales."""
     ranks = [rank for rank, of_rank in enumerate(bits) if of_rank != bits[0]]
     if ranks:
         numbers = [_NUMBER.unpack(_INTEGER.pack(of_rank))[0] for of_rank in bits]

@@ -1,4 +1,4 @@
-"""The exchange: carries out a plan, so that each rank has its part of all inner products."""
+"""The exchange: carries out a plan, so that each rank gets its part of all inner products."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from autogram._distributed.group import Group
 from autogram._distributed.plan import UNDER_WAY, ExchangePlan, Offsets, Packet, Slice
 from autogram._distributed.share import Data, Share, flat, shaped
 
-# In place of an error: the data that this rank has sent turned out to be out of date.
+# Marks, instead of an error, that the data which this rank has sent are out of date.
 _VOID = RuntimeError("void")
 
 
 class Exchange:
-    """One step. An error on this rank is kept, so that all ranks make the same calls to the end.
+    """One step. It keeps an error of this rank, so that all ranks make the same calls to the end.
 
-    Results are put together on ``device``.
+    Results are collected on ``device``.
 
     Attributes:
-        shares: What each rank has.
+        shares: The share of each rank.
         is_confirmed: Whether all ranks know that none of them has failed.
-        early: How many buckets have left before all columns were there.
+        early: Number of buckets that were sent before all columns were complete.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Exchange:
         self._group = group
         self._own = shares[group.rank]
         self._plan = plan
-        self._buckets = list(plan.buckets[::-1])  # those that are not under way, the next one last
+        self._buckets = list(plan.buckets[::-1])  # not yet sent, the next one last
         self._pending: list[Callable[[], None]] = []
         self._columns: dict[str, list[tuple[int, Columns]]] = {}
         self.shares = shares
@@ -52,7 +52,7 @@ class Exchange:
     def take(self, name: str, found: list[tuple[int, Columns]]) -> None:
         """Takes the columns of a parameter, and begins to exchange the buckets that are complete.
 
-        All ranks send the buckets in one order. One is contracted while the next are under way.
+        All ranks send buckets in the same order. One is contracted while the next are under way.
         """
         self._columns[name] = found
         while self._buckets and all(self._has(part.name) for part in self._buckets[-1]):
@@ -60,10 +60,10 @@ class Exchange:
             self.early += 1
 
     def __call__(self, data: Data | None) -> Tensor:
-        """The Gramian of all ranks' objectives ``(M, M)``, rank after rank, the same on all.
+        """The Gramian of all ranks' objectives ``(M, M)``, rank after rank, equal on all ranks.
 
         Args:
-            data: What this rank has, or ``None`` if it has failed or what was sent is wrong.
+            data: Data of this rank, or ``None`` if it failed or sent wrong data.
         """
         if data is None and self._error is None:
             self._error = _VOID
@@ -81,20 +81,20 @@ class Exchange:
         return (self._total + self._total.mT) / 2
 
     def fits(self, share: Share) -> bool:
-        """Whether this rank has what the exchange is for."""
+        """Whether this rank has the share for which the exchange was planned."""
         return share.digest == self._own.digest
 
     @property
     def failure(self) -> BaseException | None:
-        """What has failed on this rank."""
+        """The error of this rank, if any."""
         return None if self._error is _VOID else self._error
 
     def _has(self, name: str) -> bool:
-        """Whether all that this rank has of a parameter is there."""
+        """Whether this rank's columns of a parameter are complete."""
         return name in self._columns or name not in self._own.pieces
 
     def _add_pending(self, contract: Callable[[], None]) -> None:
-        """Takes in what has begun, and contracts what has arrived since."""
+        """Queues an exchange that has begun, and contracts the oldest if too many are under way."""
         self._pending.append(contract)
         while len(self._pending) > UNDER_WAY:
             self._pending.pop(0)()
@@ -111,7 +111,7 @@ class Exchange:
     # Rows
 
     def _exchange(self, bucket: Sequence[Slice]) -> Callable[[], None]:
-        """Begins to exchange rows, and returns what contracts them when they have arrived."""
+        """Begins to exchange rows; returns a function that waits for them and contracts them."""
         world, share = self._group.size, self._own
         step = -(-sum(part.elements for part in bucket) // world)
         sent = self._attempt(self._rows, bucket, step)
@@ -123,7 +123,7 @@ class Exchange:
 
         def contract() -> None:
             work.wait()
-            assert sent is not None  # it lives until it has left
+            assert sent is not None  # sending needs it until now
             rows = received.view(-1, step)  # of all objectives, in a slice of the parameters
             self._attempt(self._total.addmm_, rows, rows.mT)
 
@@ -145,7 +145,7 @@ class Exchange:
     # Factors
 
     def _pass_on(self, packet: Packet, data: Data | None) -> Callable[[], None]:
-        """Begins to give factors to half of the other ranks, and returns what contracts others'.
+        """Begins to send factors to half of the ranks; the result contracts factors of others.
 
         Each pair of ranks meets once.
         """
@@ -157,7 +157,7 @@ class Exchange:
         received: dict[int, Tensor] = {}
         for distance in range(1, world // 2 + 1):
             source = (rank - distance) % world
-            # Of two opposite ranks one gets the other's, in turns from packet to packet.
+            # Of two opposite ranks, one gets the other's factors, in turns from packet to packet.
             takes = 2 * distance != world or (rank < source) == (packet.turn == 0)
             if takes:
                 received[source] = sent.new_empty(sizes[source])
@@ -168,21 +168,21 @@ class Exchange:
         def contract() -> None:
             for work in works:
                 work.wait()
-            assert len(sent) == sizes[rank]  # it lives until it has left
+            assert len(sent) == sizes[rank]  # sending needs it until now
             while received:
                 self._attempt(self._contract, data, packet, *received.popitem())
 
         return contract
 
     def _pack(self, buffer: Tensor, data: Data, packet: Packet) -> None:
-        """Writes the factors of this rank into a buffer, one behind the other."""
+        """Writes the factors of this rank into a buffer, one after the other."""
         places, _ = packet.places_in(data.share)
         for where, operand, samples in places.values():
             elements = flat(data.tensors[operand.slot], operand, samples)
             buffer[where].view(operand.dtype).copy_(elements)
 
     def _contract(self, data: Data, packet: Packet, rank: int, buffer: Tensor) -> None:
-        """Adds the products of this rank's rows with those of another, whose factors are there."""
+        """Adds the products of this rank's rows with those of another, whose factors are here."""
         share, own = self.shares[rank], data.share
         places, _ = packet.places_in(share)
         before, start = self.starts[self._group.rank], self.starts[rank]
@@ -204,7 +204,7 @@ class Exchange:
     def _arrived(
         self, data: Data, name: str, rank: int, like: Columns, buffer: Tensor, places: Offsets
     ) -> dict[int, Columns]:
-        """The columns of a parameter of another rank, by part."""
+        """The columns of another rank's parameter, by part."""
         device = data.device_of(name)
         factors: dict[int, list[Factors]] = {}
         for piece in self.shares[rank].pieces.get(name, ()):

@@ -1,4 +1,4 @@
-"""Gradients: Jᵀ w of each rank, summed over the ranks into ``.grad``, whatever wraps the model."""
+"""Gradients: sums each rank's Jᵀ w over the ranks into ``.grad``, for any wrapper of the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autogram._distributed.ranks import Ranks
 from autogram._distributed.wrapper import Wrappers
 from autogram._jacobian import Jacobian
 
-_BUCKET = 2**22  # elements of gradients that are summed by one call
+_BUCKET = 2**22  # elements of gradients that one call sums
 
 
 def accumulate(
@@ -31,18 +31,18 @@ def accumulate(
     wrappers: Wrappers,
     outside: Mapping[Tensor, Tensor],
 ) -> Callable[[], None]:
-    """Adds the sum over ranks of their Jᵀ w to ``.grad``, where no code of the user's runs.
+    """Adds the ranks' sum of Jᵀ w to ``.grad``, except where this calls code of the user.
 
     Args:
-        ranks: The ranks, whose last step it is.
-        own: Jᵀ w of this rank by name, which is let go of.
+        ranks: The ranks; the sum is that of their last step.
+        own: This rank's Jᵀ w by name; its tensors are released.
         names: The parameters of the engine.
-        wrappers: What runs the forward passes.
+        wrappers: The wrappers that run the forward passes.
         outside: Gradients of other parameters, which wrappers wait for together with these.
 
     Returns:
-        A function for the rest, which calls hooks on parameters and gives wrappers what they wait
-        for. The ranks may fail in it, as they exchange nothing more.
+        A function for the rest: it calls hooks on parameters, and hands wrappers the gradients they
+        wait for. It may fail on some ranks, because the ranks exchange nothing after it.
     """
     hooked: list[tuple[Tensor, Tensor]] = []
     parameters = {name: p for p, name in names.items()}
@@ -66,14 +66,14 @@ def accumulate(
     def finish() -> None:
         try:
             add_to_grad(hooked)
-        finally:  # for which other ranks wait
+        finally:  # other ranks wait for it
             wrappers.hand_over({**outside, **wrapped})
 
     return finish
 
 
 def _add(parameter: Tensor, gradient: Tensor, hooked: list[tuple[Tensor, Tensor]]) -> None:
-    """Adds to the gradient of a parameter, or notes what is to be added if there are hooks."""
+    """Adds to a parameter's gradient, or notes the addition if the parameter has hooks."""
     if has_hooks(parameter):
         hooked.append((parameter, gradient))
     else:
@@ -81,7 +81,7 @@ def _add(parameter: Tensor, gradient: Tensor, hooked: list[tuple[Tensor, Tensor]
 
 
 def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
-    """This rank's shard of the sum over the ranks of gradients of a whole parameter."""
+    """This rank's shard of a whole parameter's gradient, summed over the ranks."""
     from torch.distributed.tensor import DTensor, Partial
 
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -91,7 +91,7 @@ def _scattered(parameter: Any, gradient: Tensor) -> Tensor:
 
 
 def gradients_of(jacobian: Jacobian, weights: Tensor) -> dict[str, Tensor]:
-    """Jᵀ w of this rank, of the parameters that its losses reach."""
+    """This rank's Jᵀ w, for the parameters that its losses reach."""
     parameters = {p: jacobian._names[p] for part in jacobian._parts.each for p in part.columns}
     check_addable(parameters, parameters)
     reached = set(parameters.values())
@@ -110,7 +110,7 @@ def _gradient(found: dict[str, Tensor], name: str, parameters: Mapping[str, Tens
 
 
 def _sums(group: Group, tensors: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Sums over the ranks of tensors that these have in one order, some of them at a time."""
+    """Sums tensors over the ranks, some at a time. All ranks have them in the same order."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
@@ -122,7 +122,7 @@ def _sums(group: Group, tensors: Iterator[Tensor]) -> Iterator[Tensor]:
 
 
 def _summed(group: Group, bucket: list[Tensor]) -> Iterator[Tensor]:
-    """The sums of some tensors, by one call."""
+    """Sums some tensors with one call."""
     real = [as_real(x) for x in bucket]
     flat = torch.cat([x.reshape(-1) for x in real])
     group.add_up(flat).wait()

@@ -1,4 +1,4 @@
-"""The process group of an engine: its own, so that its order depends on no wrapper's calls."""
+"""The process group of an engine: a separate one, whose order of calls depends on no wrapper."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch import distributed as dist
 
 from autogram.errors import InvalidOptionError
 
-# The square matrix, and the elements for each rank, by which a link is measured, and how often.
+# To measure a link: the side of a square matrix, elements per rank, and attempts.
 _SIDE = 512
 _ELEMENTS = 2**17
 _ATTEMPTS = 3
 
-# Those that were made, by the group of all processes, with which they end.
+# Groups made so far, by the group of all processes; they end with it.
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 Given = Any
-"""``True``, a `ProcessGroup` or a `DeviceMesh`: what a user names the processes by."""
+"""A user's choice of processes: ``True``, a `ProcessGroup` or a `DeviceMesh`."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of two ranks, in multiply-adds that a rank makes in the same time."""
+    """The cost of a connection of two ranks, in multiply-adds that take a rank the same time."""
 
     element: float  # sending one element of four bytes
     call: float  # beginning and ending one message
@@ -39,8 +39,8 @@ class Link:
 class Group:
     """Communication of the processes that compute one Gramian together.
 
-    Two groups of the same processes, of our own: one for the tensors, and one on the CPU for what
-    the ranks agree on, so that nobody waits for a device.
+    It makes two groups of these processes: one for tensors, and one on the CPU for agreements,
+    so that nobody waits for a device.
 
     Raises:
         InvalidOptionError: There is no process group, or this process is not in it.
@@ -53,7 +53,7 @@ class Group:
                 f"`distributed` has the processes {self.members}, and this is {dist.get_rank()}. "
                 "Pass a group that contains this process."
             )
-        self.members = sorted(self.members)  # as PyTorch sorts those of a new group
+        self.members = sorted(self.members)  # PyTorch sorts those of a new group, too
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         backend, timeout = str(dist.get_backend_config(outer)), _timeout_of(outer)
         self._data = _new(self.members, backend, timeout)
@@ -62,14 +62,14 @@ class Group:
             self._control = _new(self.members, "gloo", timeout)
 
     def gather_numbers(self, *numbers: int) -> list[list[int]]:
-        """Some integers of each rank, by way of the CPU."""
+        """Gathers some integers of each rank, on the CPU."""
         row = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         rows = [torch.empty_like(row) for _ in range(self.size)]
         dist.all_gather(rows, row, group=self._control)
         return [x.tolist() for x in rows]
 
     def gather_objects(self, own: object) -> list[Any]:
-        """An object of each rank."""
+        """Gathers an object of each rank."""
         objects: list[Any] = [None] * self.size
         dist.all_gather_object(objects, own, group=self._control)
         return objects
@@ -84,7 +84,7 @@ class Group:
         dist.broadcast(tensor, self.members[rank], group=self._data)
 
     def exchange(self, sent: Tensor, received: Tensor, sizes: Sequence[int]) -> dist.Work:
-        """Begins an all-to-all: equal parts of what is sent, parts of some sizes received."""
+        """Begins an all-to-all: sends equal parts, and receives parts of the given sizes."""
         split = [len(sent) // self.size] * self.size
         work: dist.Work = dist.all_to_all_single(
             received, sent, list(sizes), split, group=self._data, async_op=True
@@ -92,7 +92,7 @@ class Group:
         return work
 
     def measure(self, device: torch.device) -> Link:
-        """Measures the link by a matrix product and two exchanges: by the slowest rank, on all."""
+        """Measures a matrix product and two exchanges; all ranks get the slowest rank's link."""
         square = torch.ones(_SIDE, _SIDE, device=device)
         few, many = (torch.zeros(self.size, n, device=device) for n in (1, _ELEMENTS))
 
@@ -120,7 +120,7 @@ class Group:
     def pass_on(
         self, sent: Tensor, to: Sequence[int], received: Mapping[int, Tensor]
     ) -> list[dist.Work]:
-        """Begins to send a tensor to some ranks, and to receive one from each of others."""
+        """Begins to send a tensor to some ranks, and to receive one from each of some others."""
         calls = [dist.P2POp(dist.isend, sent, self.members[rank], self._data) for rank in to]
         for rank, tensor in received.items():
             calls.append(dist.P2POp(dist.irecv, tensor, self.members[rank], self._data))
@@ -129,7 +129,7 @@ class Group:
 
 
 def _processes_of(given: Given) -> tuple[list[int], Any]:
-    """The processes that a user names, and a group of them, or of some of them."""
+    """The processes that a user chose, and an existing group of all or some of them."""
     is_known = given is True or (
         dist.is_available() and isinstance(given, dist.ProcessGroup | dist.device_mesh.DeviceMesh)
     )
@@ -152,7 +152,7 @@ def _processes_of(given: Given) -> tuple[list[int], Any]:
 
 
 def _new(members: list[int], backend: str, timeout: timedelta | None) -> Any:
-    """A group of some processes, made by these alone, which all engines of a process share."""
+    """A group of some processes. These alone create it, and all engines of a process share it."""
     groups = _GROUPS.setdefault(dist.group.WORLD, {})
     key = tuple(members), backend, timeout
     if key not in groups:
@@ -164,7 +164,7 @@ def _new(members: list[int], backend: str, timeout: timedelta | None) -> Any:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """How long the calls of a group wait for the others, if the backend tells."""
+    """How long a group's calls wait for other ranks, if the backend tells."""
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)

@@ -1,7 +1,7 @@
-"""Overlap: rows leave bucket by bucket while the backward pass goes on.
+"""Overlap: sends rows, bucket by bucket, while the backward pass goes on.
 
-A rank that has seen the same graph before foresees what it will have. Where all ranks do, the plan
-is known before the pass. If a rank turns out to have something else, all of them exchange again.
+A rank that has seen the same graph before foresees its share. If all ranks do, the plan
+is known before the pass. If a rank turns out to have another share, all ranks exchange again.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from autogram._distributed.share import Data, Share
 from autogram._distributed.signals import held
 
 Foresight = Latest[Hashable, tuple[Share, int]]
-"""What a rank had last behind a graph, and how often that was not what it had before."""
+"""For each graph, a rank's last share, and how often the share has changed."""
 
-_ERRORS = 3  # after which a graph does not tell what a rank will have
+_ERRORS = 3  # so many changes, and a graph's share is no longer foreseen
 
 
 @dataclass(eq=False)
 class Overlap:
-    """A listener to one pass, which sends what is complete."""
+    """A listener to one pass. It sends what is complete."""
 
     agreement: Agreement
     foresight: Foresight  # of this rank
     channel: Channel
-    kind: str  # what the pass is for, as what is kept depends on it
-    start: Callable[[Sequence[Share], torch.device], Exchange]  # for tensors on a device
-    key: tuple[str, Hashable] | None = None  # that of the graph, once the others were asked
-    exchange: Exchange | None = None  # goes on, if all ranks have foreseen what they have
+    kind: str  # purpose of the pass, on which the kept tensors depend
+    start: Callable[[Sequence[Share], torch.device], Exchange]  # begins an exchange on a device
+    key: tuple[str, Hashable] | None = None  # of the graph, set once the others were asked
+    exchange: Exchange | None = None  # under way, if all ranks foresee their shares
     _passes: int = 0
     _names: Mapping[Tensor, str] = field(default_factory=dict)
 
     def begin(
         self, key: Hashable, device: torch.device, error: BaseException | None = None
     ) -> None:
-        """Asks the other ranks what they foresee, before the first pass, or behind a missing one.
+        """Asks the other ranks what they foresee, before the first pass or where there was none.
 
         A second attempt, with less memory, asks nobody.
         """
@@ -59,7 +59,7 @@ class Overlap:
                 self.exchange = self.start(shares, device)
 
     def learn(self, share: Share) -> None:
-        """Notes what this rank had. What differs from time to time is not foreseen any more."""
+        """Notes this rank's share. One that changes repeatedly is no longer foreseen."""
         known, errors = self.foresight.get(self.key, (share, 0))
         self.foresight[self.key] = share, errors + (known.digest != share.digest)
 
@@ -69,14 +69,14 @@ class Overlap:
         self._passes += 1
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
-        """Takes the columns of a parameter, which are complete."""
+        """Takes the complete columns of a parameter."""
         name = self._names.get(parameter)
         if self.exchange is not None and self._passes == 1 and name is not None:
             with held():
                 self.exchange.take(name, [(0, columns)] if columns.dtype is not None else [])
 
     def finish(self, data: Data | None, error: BaseException | None) -> Tensor | None:
-        """The Gramian of all ranks, or ``None`` if they did not have what they have foreseen."""
+        """The Gramian of all ranks, or ``None`` if some rank's share was not the foreseen one."""
         exchange = self.exchange
         assert exchange is not None
         is_right = data is not None and self._passes <= 1 and exchange.fits(data.share)

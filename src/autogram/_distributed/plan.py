@@ -1,8 +1,8 @@
-"""Plans: how the rows of each parameter meet those of other ranks, by cost, from shapes alone.
+"""Plans: choose how ranks multiply their rows of each parameter, by cost, from shapes alone.
 
 *Rows*: each rank gets a slice of the parameter, for the objectives of all ranks. *Ring*: each rank
-gets the factors of half of the others, as one of two ranks is enough for the products of both. All
-ranks know all shapes, and decide alike.
+gets the factors of half of the others, because one of two ranks can compute the products of both.
+All ranks know all shapes, and make the same choice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autogram._distributed.share import Operand, Piece, Share, cut
 
 Way = Literal["rows", "ring"]
 
-# Elements at once, of which many are on the way while others are contracted.
+# Elements per bucket. Several buckets are on the way while others are contracted.
 _BUCKET = 2**22
 
 _ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dtype
@@ -26,9 +26,9 @@ _ALIGNED = 16  # bytes, so that each tensor in a buffer can be viewed in its dty
 UNDER_WAY = 2  # buckets or packets that are exchanged while another is formed
 
 Offsets = dict[tuple[int, int | None], tuple[slice, Operand, slice]]
-"""Where tensors are in a buffer, and which of their samples.
+"""Places of tensors in a buffer, and their samples.
 
-By the slot, and the dimension along which it is cut into samples.
+Keys: the slot, and the dimension along which the tensor is cut into samples.
 """
 
 
@@ -48,16 +48,16 @@ class Packet:
 
     names: tuple[str, ...]
     piece: int
-    pieces: int  # how many ranges of samples there are
+    pieces: int  # number of ranges of samples
     turn: int  # of two opposite ranks, which one gets the other's factors
 
     def samples(self, count: int) -> slice:
-        """The range of samples of a part that has some number of them."""
+        """The range of samples, in a part with some number of them."""
         step = -(-count // self.pieces)
         return slice(min(count, self.piece * step), min(count, (self.piece + 1) * step))
 
     def places_in(self, share: Share) -> tuple[Offsets, int]:
-        """Where each tensor of a rank is in its buffer, and the size of the buffer in bytes."""
+        """Each tensor's place in the buffer of a rank, and the size of the buffer in bytes."""
         places: Offsets = {}
         at = 0
         for name in self.names:
@@ -74,20 +74,20 @@ class Packet:
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """How a step is exchanged."""
+    """How to exchange one step."""
 
-    ways: dict[str, Way]  # of each parameter that any rank has blocks of
-    buckets: tuple[tuple[Slice, ...], ...]  # what is exchanged together as rows
-    packets: tuple[Packet, ...]  # and as factors
+    ways: dict[str, Way]  # for each parameter with blocks on any rank
+    buckets: tuple[tuple[Slice, ...], ...]  # exchanged together as rows
+    packets: tuple[Packet, ...]  # exchanged as factors
 
     @property
     def messages(self) -> int:
-        """How many messages a rank begins and ends one after the other."""
+        """Number of messages that a rank begins and ends one after the other."""
         return len(self.buckets) + len(self.packets)
 
 
 def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> ExchangePlan:
-    """The plan of a step: the cheaper of rows alone, and of factors beside rows; or by one way."""
+    """The plan of a step: rows alone, or factors beside rows, if cheaper; or one given way."""
     regions = dict(shares[0].parameters)
     names = [name for name in regions if any(name in share.pieces for share in shares)]
     if way is not None:
@@ -106,18 +106,18 @@ def make_plan(shares: Sequence[Share], link: Link, way: Way | None = None) -> Ex
 def _plan(
     ways: dict[str, Way], regions: dict[str, Region], shares: Sequence[Share]
 ) -> ExchangePlan:
-    """The plan in which each parameter goes its way."""
+    """The plan that takes a given way for each parameter."""
     limit = min(share.limit for share in shares)
     rows, ring = ([name for name in ways if ways[name] == way] for way in ("rows", "ring"))
     buckets = _buckets(rows, regions, shares, limit)
-    sources = max(1, len(shares) // 2)  # from which each packet arrives
-    most = limit // ((UNDER_WAY + 1) * sources)  # as so many packets are there at once
+    sources = max(1, len(shares) // 2)  # ranks from which each packet arrives
+    most = limit // ((UNDER_WAY + 1) * sources)  # because so many packets are in memory at once
     packets = _packets(ring, shares, min(most, _BUCKET // sources), most)
     return ExchangePlan(ways, tuple(buckets), tuple(packets))
 
 
 def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> dict[Way, float]:
-    """What each way costs the slowest rank, in multiply-adds, without the beginning of messages."""
+    """The slowest rank's cost of each way, in multiply-adds, without the cost per message."""
     world, m, n = len(shares), sum(share.m for share in shares), region.places
     largest = max(_bytes(share, name) for share in shares) / 4
     costs: dict[Way, float] = {"rows": 0.0, "ring": 0.0}
@@ -135,7 +135,7 @@ def costs_of(name: str, region: Region, shares: Sequence[Share], link: Link) -> 
 
 
 def _forming(piece: Piece) -> float:
-    """Multiply-adds of explicit rows."""
+    """Multiply-adds to form explicit rows."""
     shapes = tuple([operand.shape for operand in piece.operands])
     if is_of_lookup(piece.equation):
         return float(prod(shapes[1]))
@@ -148,24 +148,24 @@ def _pair(first: Piece, second: Piece, share: Share, places: int) -> float:
     if not any(is_of_lookup(of.equation) for of in (first, second)):
         if first.region == second.region:
             return cost_of_products(first.equation, shapes[0], second.equation, shapes[1])
-        # Parts of a parameter that share elements meet as rows of the whole, others do not meet.
+        # Regions that share elements are multiplied as rows of the whole parameter; others are not.
         if not overlap(first.region, second.region):
             return 0.0
         return float(prod(prod(share.sizes[of.part]) for of in (first, second)) * places)
-    # A lookup meets the tokens that it has in common with the other, at most all.
+    # A lookup multiplies the tokens that both have in common, at most all.
     read = min(prod(of[-1]) for of in shapes)
     return float(read * shapes[0][0][0] * 16)
 
 
 def _bytes(share: Share, name: str) -> int:
-    """How many bytes the factors of a parameter have, each tensor once."""
+    """Bytes of a parameter's factors, each tensor counted once."""
     return Packet((name,), 0, 1, 0).places_in(share)[1]
 
 
 def _buckets(
     names: Sequence[str], regions: dict[str, Region], shares: Sequence[Share], limit: int
 ) -> list[tuple[Slice, ...]]:
-    """What is exchanged together as rows, so that neither end has too many elements at once."""
+    """Groups slices to exchange together as rows, without too many elements at either end."""
     world = len(shares)
     most = max(max(share.m for share in shares), -(-sum(share.m for share in shares) // world))
     room = max(1, min(limit, _BUCKET) // max(1, most))
@@ -175,7 +175,7 @@ def _buckets(
     for name in names:
         region, start = regions[name], 0
         size = region.canonical.shape[0] if region.canonical.shape else 1
-        units = size if region.is_gapless else 1  # with gaps, it goes in one piece
+        units = size if region.is_gapless else 1  # a region with gaps goes in one piece
         step = region.places // units
         while start < units:
             if bucket and taken + step > room:
@@ -186,14 +186,14 @@ def _buckets(
             bucket.append(Slice(name, start, end, (stop - start) * step))
             taken += (stop - start) * step
             start = stop
-    # In the order in which backward passes complete them, more or less.
+    # Roughly in the order in which backward passes complete them.
     return [*buckets, tuple(bucket)][::-1] if bucket else buckets[::-1]
 
 
 def _packets(names: Sequence[str], shares: Sequence[Share], room: int, limit: int) -> list[Packet]:
-    """What is exchanged together as factors.
+    """Groups factors to exchange together.
 
-    What there is room for goes together, and one parameter may have as much as the limit.
+    Parameters share a packet while it has room. A single parameter may fill the limit.
     """
     groups: list[tuple[list[str], int]] = []
     taken = 0
@@ -204,7 +204,7 @@ def _packets(names: Sequence[str], shares: Sequence[Share], room: int, limit: in
             taken = 0
         groups[-1][0].append(name)
         taken += elements
-        if elements > limit:  # it is alone
+        if elements > limit:  # alone in its packets
             most = max((b for share in shares for _, b in share.sizes), default=1)
             groups[-1] = groups[-1][0], min(-(-elements // max(1, limit)), most)
     return [

@@ -32,25 +32,25 @@ from autogram.errors import InvalidOperandError, RankError
 
 T = TypeVar("T")
 
-_MOST = 64  # plans and graphs that are remembered
+_MOST = 64  # remembered plans and graphs
 
 
 class Ranks:
-    """What an engine does together with those of the other ranks.
+    """Operations of an engine together with the engines of the other ranks.
 
-    Each method is called on all ranks, in the same order. What this rank has is computed by a
-    function, whose error becomes one of all ranks.
+    Each method is called on all ranks, in the same order. A function computes this rank's part;
+    if it fails, all ranks raise an error.
 
     Attributes:
-        way: The way of all parameters, or ``None`` for the cheapest of each.
+        way: The way for all parameters, or ``None`` for the cheapest way of each.
         link: The connection of the ranks, measured once.
-        plan: That of the last step.
-        early: As for the exchange of the last step.
-        repeated: How many steps were exchanged again, as a rank had something else than foreseen.
+        plan: The plan of the last step.
+        early: That of the last step's exchange.
+        repeated: Number of steps exchanged again, because a rank did not have the foreseen share.
     """
 
     def __init__(self, given: Given, session: Session, channel: Channel) -> None:
-        self.group = Group(given)  # or an error, before there are hooks of shards
+        self.group = Group(given)  # raises its errors before shards get hooks
         self.shards = Shards(session.parameters.roots, session)
         self.agreement = Agreement(self.group)
         self.channel = channel
@@ -68,7 +68,7 @@ class Ranks:
         self._plans = Latest[tuple[object, ...], ExchangePlan](_MOST)  # by the digests of shares
 
     def gramian(self, compute: Callable[[], Jacobian]) -> Tensor:
-        """The Gramian of all ranks' objectives, of which ``compute`` gives this rank's Jacobian.
+        """The Gramian of all ranks' objectives. ``compute`` gives this rank's Jacobian.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters.
@@ -88,11 +88,11 @@ class Ranks:
         scale: Callable[[], float],
         wrapped: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """The weights of all objectives, by a function that the first rank calls; and the Gramian.
+        """The weights of all objectives, which the first rank computes, and the Gramian.
 
-        ``weighting`` gives weights that are checked but for their shape. ``scale`` is called after
-        ``compute``. What it gives and ``wrapped`` are as for :meth:`Agreement.confirm`. The
-        ``kind`` is that of the call, if it begins here.
+        ``weighting`` gives weights that are checked except for their shape. ``scale`` is called
+        after ``compute``. Its result and ``wrapped`` are for :meth:`Agreement.confirm`. ``kind`` is
+        that of the call, if it begins here.
 
         Raises:
             RankError: A rank has failed, or the ranks have different parameters, scales or
@@ -134,14 +134,14 @@ class Ranks:
 
     @property
     def reached(self) -> list[str]:
-        """The parameters that the losses of any rank reach, in one order on all ranks."""
+        """The parameters that the losses of any rank reach, in the same order on all ranks."""
         reached: set[str] = set()
         for share in self._shares:
             reached |= share.gradients
         return [name for name, _ in self._shares[0].parameters if name in reached]
 
     def _weights_by(self, weighting: Weighting, gramian: Tensor) -> Tensor:
-        """What the weighting gives, checked."""
+        """Calls the weighting, and checks its result."""
         weights = weighting(gramian)
         if weights.shape != gramian.shape[:1]:
             raise InvalidOperandError(
@@ -153,13 +153,13 @@ class Ranks:
 
     @contextmanager
     def passing(self, losses: Losses, wrappers: Wrappers, kind: str | None) -> Iterator[None]:
-        """Lets a block make passes for losses of this rank, beside the other ranks.
+        """A block that makes passes for this rank's losses, together with the other ranks.
 
         Args:
             losses: The losses.
-            wrappers: What runs the forward passes of the step.
-            kind: What the block is for, if its Jacobian is the next to be exchanged: rows leave
-                while its pass goes on.
+            wrappers: The wrappers that run the forward passes of the step.
+            kind: Purpose of the block, if its Jacobian is exchanged next: rows are then sent while
+                its pass goes on.
         """
         channel, overlap = self.channel, None
         if kind is not None and not self.shards:
@@ -170,7 +170,7 @@ class Ranks:
                 yield
 
     def _start(self, shares: Sequence[Share], device: torch.device) -> Exchange:
-        """Begins to exchange what the ranks have, by a plan that is found once."""
+        """Begins to exchange the ranks' data, with a plan that is made once."""
         key = tuple([share.digest for share in shares])
         if (plan := self._plans.get(key)) is None:
             self.link = self.link or self.group.measure(device)
@@ -179,7 +179,7 @@ class Ranks:
         return Exchange(self.group, shares, plan, device)
 
     def _exchanged(self, compute: Callable[[], Jacobian]) -> tuple[Exchange, Tensor]:
-        """What the ranks have computed together, before they know whether one of them failed."""
+        """The joint result of the ranks, before they know whether one of them failed."""
         data: Data | None = None
         device = torch.device("cpu")
         jacobian, error = attempted(compute)
@@ -207,7 +207,7 @@ class Ranks:
 
 
 def attempted(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """The result of a function, or the error that other ranks are to be told. Signals come through.
+    """The result of a function, or its error to report to other ranks. Signals may interrupt it.
 
     Raises:
         RankError: All ranks raise it.
@@ -224,9 +224,9 @@ def attempted(function: Callable[[], T]) -> tuple[T | None, BaseException | None
 def together(
     ranks: Ranks | None, losses: Losses, kind: str | None = None
 ) -> AbstractContextManager[None]:
-    """One call of an engine, in which all ranks make equally many passes, if these communicate.
+    """One engine call in which all ranks make equally many passes, if passes communicate.
 
-    The passes begin at the losses. The ``kind`` is that of the call, if it begins here.
+    The passes begin at the losses. ``kind`` is that of the call, if it begins here.
     """
     if ranks is None or ranks.channel.before_pass is None:
         return nullcontext()
@@ -234,7 +234,7 @@ def together(
 
 
 def _go_along(channel: Channel, losses: Losses) -> None:
-    """Makes a pass for the sake of other ranks, which gathers what theirs gathers."""
+    """Makes a pass for other ranks' sake, which gathers the parameters that theirs gather."""
     total = torch.cat([x.reshape(-1) for x in parts_of(losses)]).sum()
     ones = torch.ones_like(total)
     Pass(channel, is_alone=True).differentiate(total, [channel.anchor], ones)

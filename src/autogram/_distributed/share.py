@@ -1,4 +1,4 @@
-"""Shares: what a rank tells the others of its Jacobians, all but the data."""
+"""Shares: descriptions of a rank's Jacobians for the other ranks, without the data."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from autogram._jacobian import Jacobian
 class Operand:
     """A tensor of a block, without its data."""
 
-    slot: int  # which tensor of the rank it is; blocks may share one
+    slot: int  # number of the tensor on its rank; blocks may share one
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None  # those of a view that repeats elements, as patches do
+    strides: tuple[int, ...] | None  # of a view that repeats elements, such as patches
     dtype: torch.dtype
     sample: int | None  # the dimension that counts the samples
 
@@ -33,7 +33,7 @@ class Operand:
 class Piece:
     """A block of one parameter, without its data."""
 
-    part: int  # which of the rank's Jacobians it belongs to
+    part: int  # number of the rank's Jacobian that it belongs to
     region: Region
     equation: str
     operands: tuple[Operand, ...]
@@ -41,19 +41,19 @@ class Piece:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has: everything that decides how results are exchanged."""
+    """Everything about one rank that decides how results are exchanged."""
 
     shapes: tuple[tuple[tuple[int, ...], int | None], ...]
     """The shape of the losses of each part, and which dimension counts the samples."""
-    parameters: tuple[tuple[str, Region], ...]  # all that are trainable
+    parameters: tuple[tuple[str, Region], ...]  # all trainable ones
     dtype: torch.dtype
     pieces: Mapping[str, tuple[Piece, ...]]  # the blocks of each parameter that has any
     gradients: frozenset[str]  # the parameters that the losses reach
-    limit: int  # how many elements may be sent, or received, at once
+    limit: int  # most elements to send, or to receive, at once
 
     @cached_property
     def digest(self) -> tuple[int, int]:
-        """By which the share is known again. Neither number is negative."""
+        """Identifies the share. Neither number is negative."""
         text = repr((self.shapes, self.parameters, self.dtype, sorted(self.pieces.items())))
         text += repr((sorted(self.gradients), self.limit))
         digest = blake2b(text.encode(), digest_size=16).digest()
@@ -73,7 +73,7 @@ class Share:
 
     @property
     def m(self) -> int:
-        """How many objectives the rank has."""
+        """The number of objectives of the rank."""
         return self.starts[-1]
 
     @cached_property
@@ -90,14 +90,14 @@ def _objectives(shape: tuple[int, ...], batch_dim: int | None) -> Objectives:
 
 @dataclass
 class Data:
-    """What one rank has, with its data."""
+    """A rank's share together with the data."""
 
     jacobian: Jacobian
     share: Share
     tensors: list[Tensor]  # by slot
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a parameter's blocks, which this rank has."""
+        """The device of this rank's blocks of a parameter."""
         return self.tensors[self.share.pieces[name][0].operands[0].slot].device
 
     def columns(self, name: str) -> Iterator[tuple[int, Columns]]:
@@ -115,7 +115,7 @@ class Data:
 
 
 def data_of(jacobian: Jacobian) -> Data:
-    """What a rank has to tell of its Jacobian."""
+    """A rank's Jacobian, in the form of its exchange."""
     tensors: list[Tensor] = []
     slots: dict[Any, int] = {}
     pieces: dict[str, list[Piece]] = {}
@@ -142,7 +142,7 @@ def data_of(jacobian: Jacobian) -> Data:
 
 
 def _operand(x: Tensor, labels: str, slots: dict[Any, int], tensors: list[Tensor]) -> Operand:
-    """A tensor without its data, which is listed once."""
+    """Describes a tensor without its data, and lists the tensor once."""
     key = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype)
     if key not in slots:
         slots[key] = len(tensors)
@@ -153,12 +153,12 @@ def _operand(x: Tensor, labels: str, slots: dict[Any, int], tensors: list[Tensor
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many places there are from the first to the last element."""
+    """Number of places in memory from the first to the last element."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def cut(operand: Operand, samples: slice) -> tuple[tuple[int, ...], int]:
-    """The shape of an operand with some of the samples, and how many elements are sent for it."""
+    """The shape of an operand with some of the samples, and the number of elements to send."""
     shape = list(operand.shape)
     if operand.sample is not None:
         start, stop, _ = samples.indices(shape[operand.sample])
@@ -170,7 +170,7 @@ def cut(operand: Operand, samples: slice) -> tuple[tuple[int, ...], int]:
 
 
 def flat(tensor: Tensor, operand: Operand, samples: slice) -> Tensor:
-    """The elements of an operand that are sent."""
+    """The elements to send for an operand."""
     if operand.sample is not None:
         tensor = tensor[(slice(None),) * operand.sample + (samples,)]
     if operand.strides is not None and tensor.numel():
@@ -179,7 +179,7 @@ def flat(tensor: Tensor, operand: Operand, samples: slice) -> Tensor:
 
 
 def shaped(elements: Tensor, operand: Operand, samples: slice) -> Tensor:
-    """An operand from the elements that have arrived."""
+    """Rebuilds an operand from the elements that have arrived."""
     shape, _ = cut(operand, samples)
     strides = operand.strides
     if strides is None or not elements.numel():

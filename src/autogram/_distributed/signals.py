@@ -1,7 +1,7 @@
-"""Interrupts wait while ranks exchange data: nobody could tell how far a rank had come.
+"""Delays interrupts while ranks exchange data: nobody could tell how far a rank had come.
 
-Python calls handlers of signals in the main thread, between any two lines. A handler that raises
-would leave a rank somewhere between calls that the others make, too.
+Python calls signal handlers in the main thread, between any two lines. A handler that raises
+could stop a rank between calls that the others still make.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
 class _Later:
-    """In the place of a handler, which is called later."""
+    """Replaces a signal handler, and calls it later."""
 
     def __init__(self, handler: Callable[..., Any]) -> None:
         self.handler = handler
@@ -32,9 +32,9 @@ class _Later:
 
 @contextmanager
 def held(*, are_held: bool = True) -> Iterator[None]:
-    """Lets signals wait in a block; or lets them through, inside of a block in which they wait.
+    """Delays signals in a block; or, within such a block, lets them through.
 
-    Where signals are let through again, those that have come are raised.
+    Signals that came in the meantime are raised where they are let through again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +46,7 @@ def held(*, are_held: bool = True) -> Iterator[None]:
 
 
 def _hold(*, are_held: bool) -> None:
-    """Lets signals wait, or lets them through. May be called more than once."""
+    """Delays signals, or lets them through. May be called more than once."""
     come: list[int] = []
     for number in _SIGNALS:
         handler = signal.getsignal(number)

@@ -1,7 +1,7 @@
-"""Wrappers: what DistributedDataParallel is given, so that it exchanges gradients as ever.
+"""Wrappers: hands gradients to DistributedDataParallel, which exchanges them as usual.
 
 It exchanges them in the hooks of parameters, bucket by bucket, and divides the sum by the number of
-ranks. A pass that reaches nothing but parameters runs these hooks, once for each.
+ranks. A pass that reaches only parameters runs each of these hooks once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Wrappers:
         self._touched: dict[int, Tensor] = {}
 
     def _see(self, channel: Channel, losses: Tensor) -> None:
-        """Notes what has run the forward passes behind some losses of the step."""
+        """Notes the wrappers that ran the forward passes of some losses of the step."""
         for wrapper, marks in wrappers_of(channel, losses).items():
             members = dist.get_process_group_ranks(wrapper.process_group)
             if sorted(members) != self._group.members:
@@ -47,15 +47,14 @@ class Wrappers:
             self._seen.setdefault(wrapper, set()).update(marks)
             self._wrapped.update({id(p): wrapper for p in wrapper.parameters()})
         if not losses.numel() and losses.grad_fn is not None:
-            # Without objectives, wrappers wait for zeros of what the forward pass has used.
+            # Without objectives, wrappers wait for zero gradients of all that the pass used.
             self._touched.update({id(leaf): leaf for leaf in leaves_behind(losses)})
 
     @contextmanager
     def passing(self, channel: Channel, losses: Iterable[Tensor]) -> Iterator[None]:
-        """Notes wrappers behind some losses, and lets passes go through those that learn.
+        """Notes the wrappers of some losses, and hides passes from those that still learn.
 
-        With a static graph, a wrapper takes the first pass for the one whose gradients it is to
-        exchange.
+        A wrapper with a static graph takes the first pass for the one whose gradients it exchanges.
 
         Raises:
             UnsupportedError: A wrapper sums over other processes.
@@ -74,17 +73,17 @@ class Wrappers:
 
     @property
     def wrapped(self) -> int:
-        """How many parameters have gradients that are a wrapper's affair."""
+        """Number of parameters whose gradients are managed by wrappers."""
         return len(self._wrapped)
 
     def has(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a parameter is a wrapper's affair."""
+        """Whether a wrapper manages the gradient of a parameter."""
         return id(parameter) in self._wrapped
 
     def waits_for(self, parameter: Tensor, *, is_reached: bool, is_reached_elsewhere: bool) -> bool:
         """Whether a wrapper waits for the gradient of a parameter on this rank.
 
-        One that has looked for unused parameters does not wait for these.
+        A wrapper that looked for unused parameters does not wait for them.
         """
         wrapper = self._wrapped.get(id(parameter))
         if wrapper is None:
@@ -94,9 +93,9 @@ class Wrappers:
         return is_reached_elsewhere and not wrapper.find_unused_parameters
 
     def hand_over(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Gives gradients of this rank to the wrappers, which leave the sum over ranks.
+        """Gives this rank's gradients to the wrappers, which leave the sum over ranks.
 
-        They divide what they add up by the number of ranks, sooner or later.
+        Wrappers divide their sums by the number of ranks, sooner or later.
         """
         touched = [p for p in self._touched.values() if self.has(p) and p.requires_grad]
         gradients = {**{p: torch.zeros_like(p) for p in touched}, **gradients}
@@ -109,15 +108,15 @@ class Wrappers:
             torch.autograd.backward([*tensors, *sinks], [*scaled, *ones])
 
     def _is_open(self, wrapper: Any) -> bool:
-        """Whether a wrapper's forward pass still runs, behind which it will exchange gradients."""
+        """Whether a wrapper's forward pass still runs, after which it will exchange gradients."""
         is_seen = wrapper is wrapper_now() and wrapper in self._seen
         return is_seen and bool(wrapper.require_backward_grad_sync)
 
     def _rest_of_open(self, gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Prepares a wrapper whose forward pass still runs, and zeros for its other parameters.
+        """Prepares a wrapper whose forward pass still runs; returns zeros for its other parameters.
 
-        Trainers make whole steps in a forward pass. The wrapper would begin to wait for gradients
-        behind it. Without looking for those that are unused, it waits for all parameters.
+        Trainers may make whole steps within a forward pass. The wrapper would begin to wait for
+        gradients only after it. Unless it looks for unused parameters, it waits for all of them.
         """
         wrapper = wrapper_now()
         if not self._is_open(wrapper):
@@ -132,10 +131,10 @@ class Wrappers:
         return {p: torch.zeros_like(p) for p in others}
 
     def check_waiting(self) -> None:
-        """Refuses wrappers that wait for no gradients any more: those of ranks would not be summed.
+        """Refuses wrappers that no longer wait for gradients, and would not sum those of the ranks.
 
         Raises:
-            UnsupportedError: A backward pass has come before, behind the same forward passes.
+            UnsupportedError: An earlier backward pass used the same forward passes.
         """
         for wrapper, marks in self._seen.items():
             marks = marks - {0}
@@ -150,7 +149,7 @@ class Wrappers:
                 )
 
     def check_outside(self, outside: Sequence[Tensor]) -> None:
-        """Refuses parameters that are no part of J, where nobody would sum their gradients.
+        """Refuses parameters outside of J if nobody would sum their gradients.
 
         Raises:
             UnsupportedError: There are some.
@@ -171,7 +170,7 @@ class Wrappers:
 
 
 def _has_ended(wrapper: Any) -> bool:
-    """Whether a wrapper that has taken gradients waits for no others."""
+    """Whether a wrapper that took gradients waits for no more."""
     try:
         wrapper.reducer._check_reducer_finalized()
     except RuntimeError:
@@ -180,9 +179,9 @@ def _has_ended(wrapper: Any) -> bool:
 
 
 def _sink(wrapper: Any) -> Tensor:
-    """What a wrapper with a static graph has in the graph of its first forward pass.
+    """The tensor that a static-graph wrapper adds to the graph of its first forward pass.
 
-    A backward pass through it makes the wrapper exchange gradients after the pass.
+    Backpropagating through it makes the wrapper exchange gradients after the pass.
     """
     from torch.nn.parallel.distributed import _DDPSink
 

@@ -1,4 +1,4 @@
-"""Rules: the blocks of single torch functions. One file per family of functions, listed here."""
+"""Rules: blocks of single torch functions, one file per family of functions, listed here."""
 
 from autogram.rules import (  # noqa: F401 - importing a file registers its rules
     convolution,

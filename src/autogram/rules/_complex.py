@@ -1,12 +1,12 @@
 """Complex numbers as pairs of real ones.
 
-To parameters, which are real, a complex tensor is a real one with a last dimension of two. With g
+Parameters are real. To them, a complex tensor is a real one with a last dimension of two. With g
 the cotangent of y = x w, in PyTorch's convention of complex gradients,
 
     dw = g conj(x) = (g_r x_r + g_i x_i) + i (g_i x_r - g_r x_i)
 
-which is the product of the vector g with a real matrix of size two. So an einsum of complex tensors
-is one of real tensors, with indices for these two dimensions.
+which multiplies the vector g by a real matrix of size two. An einsum of complex tensors is
+therefore one of real tensors, with indices for these two dimensions.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autogram._blocks.kernels.paths import unused_labels
 def in_real_numbers(
     equation: str, cotangent: Tensor, *factors: Tensor, is_complex: bool
 ) -> tuple[str, tuple[Tensor, ...]]:
-    """An einsum of a complex cotangent and factors, of which some may be complex, in real tensors.
+    """An einsum of a complex cotangent and real or complex factors, in real tensors.
 
     Args:
         equation: Indices of the cotangent and the factors, and of the operand's dimensions.
         cotangent: Complex, ``(k, *result)``.
-        factors: What the operand is multiplied by. Complex ones are to be conjugated.
-        is_complex: Whether the operand is complex. Of the gradient of a real one, the real part
-            counts.
+        factors: Factors of the operand. Complex ones will be conjugated.
+        is_complex: Whether the operand is complex. For a real operand, only the real part of the
+            gradient is used.
 
     Returns:
         The new equation and its tensors. If the operand is complex, it has a last dimension of two.
@@ -53,7 +53,7 @@ def in_real_numbers(
 
 @lru_cache(maxsize=4096)
 def _with_pairs(equation: str, are_complex: tuple[bool, ...], is_operand: bool) -> str:
-    """The equation with indices behind those of complex tensors, from one tensor to the next."""
+    """The equation with indices added to complex tensors, from one tensor to the next."""
     inputs, output = equation.split("->")
     first, *others = inputs.split(",")
     chain = list(islice(unused_labels(equation), 1 + sum(are_complex)))

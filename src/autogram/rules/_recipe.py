@@ -22,18 +22,18 @@ Prepare = Callable[..., tuple[Tensor, ...]]
 
 
 class Formula(NamedTuple):
-    """How blocks are made from the cotangent of a call's result and saved tensors.
+    """How to make blocks from the cotangent of a call's result and from saved tensors.
 
     Attributes:
         dims: A letter for each dimension of the result: an index where the dimension may hold the
             samples, ``-`` where it cannot.
         blocks: A function of a layout (``None`` for one sample), the cotangent ``(k, *result)`` and
             the saved tensors, which returns the block of each operand. It must not hold tensors.
-        groups: Into how many groups the blocks have split the first dimension of an operand:
+        groups: Number of groups into which blocks split the first dimension of an operand:
             ``(groups, rest)``. ``None`` where blocks have the dimensions of the operand.
-        depth: How many dimensions of the result, from the first one on, may hold the samples
-            together, so that places are positions along all of them. It says nothing where the
-            first has no index.
+        depth: How many leading dimensions of the result may hold the samples together. Places are
+            then positions along all of them. It has no meaning where the first dimension has no
+            index.
     """
 
     dims: str
@@ -46,14 +46,14 @@ class Recipe(NamedTuple):
     """The blocks of one tensor that a call reads, or of several that are computed together.
 
     Attributes:
-        operands: The tensors, as they were passed to the call. Not all of several need be tracked.
-        formula: How the blocks of the operands are made.
-        saved: The tensors to keep until the backward pass: those that the formula needs, no others.
+        operands: The tensors, as they were passed to the call. Of several, some may be untracked.
+        formula: How to make the blocks of the operands.
+        saved: The tensors to keep until the backward pass: exactly those that the formula needs.
         output: Index of the result whose cotangent is used.
-        from_result: Gives the tensors to keep in place of ``saved``, from the result of the call:
-            those that the graph keeps for the call's own backward pass, which take no memory.
-            ``None``, where it finds none. It is not called where hooks pack what the graph keeps,
-            so that the formula must be able to do with ``saved``.
+        from_result: Takes the result of the call, and gives tensors to keep instead of ``saved``:
+            those that the graph keeps for the call's own backward pass, which take no more memory.
+            ``None`` if it finds none. It is not called where hooks pack what the graph keeps;
+            the formula must therefore also accept ``saved``.
     """
 
     operands: tuple[Tensor, ...]
@@ -76,18 +76,18 @@ def product(
     """The recipe of a block that is an einsum of the cotangent and saved tensors.
 
     Args:
-        operand: The tensor that the block belongs to. The block of a complex one has a last
+        operand: The tensor that the block belongs to. If it is complex, its block has a last
             dimension of two, which the equation does not name.
         equation: Indices of the cotangent, then of each factor, then (after the arrow) of the
             operand's dimensions: ``"to,ti->oi"`` for the weight of a linear layer. An operand's
             dimension of size one may be written ``1``. The letters ``k`` and ``b`` are reserved.
-        saved: Tensors to keep. They are the factors, if ``prepare`` is ``None``. The conjugates of
-            complex factors count.
+        saved: Tensors to keep. If ``prepare`` is ``None``, they are the factors. Complex factors
+            are conjugated.
         prepare: A function of ``(cotangent, *saved)`` that returns the cotangent and the factors.
             The first dimension of a cotangent counts the objectives. The function must not hold
             tensors, and should compute with :func:`promoted` tensors.
-        dims: The index of each dimension of the call's result, ``-`` where no samples can be. By
-            default the indices of the cotangent.
+        dims: The index of each dimension of the call's result, or ``-`` where samples cannot be.
+            By default, the indices of the cotangent.
         groups: Splits the operand's first dimension into ``(groups, rest)`` for the equation.
         scale: A number that the block is multiplied by.
         output: Index of the result whose cotangent is used.
@@ -98,7 +98,7 @@ def product(
     Raises:
         RuleError: The equation uses a reserved index, or one that no factor has.
     """
-    # A cache may keep no function of the user's, and nothing of a compiler's.
+    # A cache may keep neither a function of the user nor an object of a compiler.
     is_kept = prepare is None and are_numbers(groups, scale)
     make = formula_of if is_kept else formula_of.__wrapped__
     formula = make(equation, dims, prepare, groups, scale, operand.is_complex())
@@ -128,7 +128,7 @@ def formula_of(
 
 
 def _depth(dims: str, inputs: Sequence[str], output: str) -> int:
-    """How many first dimensions of a result are positions that all factors have in a row."""
+    """Number of leading dimensions of a result that are adjacent positions in all factors."""
     depth = 1
     while depth < len(dims) and not set(dims[: depth + 1]) & {"-", *output}:
         labels = dims[: depth + 1]
@@ -141,7 +141,7 @@ def _depth(dims: str, inputs: Sequence[str], output: str) -> int:
 def are_numbers(*values: float | None) -> bool:
     """Whether some values are numbers, and not sizes that a compiler leaves open.
 
-    Those are equal to numbers, so that a cache would give them to others.
+    Such a size equals a number, so that a cache would return its entry for the number.
     """
     return _NUMBERS.issuperset(map(type, values))
 
@@ -169,7 +169,7 @@ def promoted(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Floating-point tensors in one dtype, of at least 32 bits; other tensors as they are.
 
     The cotangent and saved tensors may be in half precision. Products of factors accumulate in at
-    least float32, but a factor that was computed in half precision has lost digits already.
+    least float32, but a factor computed in half precision has already lost digits.
     """
     floating = [x.dtype for x in tensors if x.is_floating_point()]
     dtype = reduce(torch.promote_types, floating, torch.float32)
@@ -192,7 +192,7 @@ def lookup(operand: Tensor, indices: Tensor, padding: int | None = None) -> Reci
 def read_rows(
     size: int, padding: int | None, layout: Layout | None, cotangent: Tensor, indices: Tensor
 ) -> tuple[Lookup]:
-    """The block of a table: the rows that were read, and their cotangents ``(k, *indices, *d)``."""
+    """The block of a table: the rows read, and their cotangents ``(k, *indices, *d)``."""
     indices = torch.where(indices < 0, indices + size, indices)
     is_vector = cotangent.dim() == 1 + indices.dim()
     cotangent = cotangent.unsqueeze(-1) if is_vector else cotangent.flatten(1 + indices.dim())
@@ -214,7 +214,7 @@ def positions(count: int) -> str:
 
 
 def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> list[Recipe] | None:
-    """Recipes of an einsum: the block of a term is an einsum of the cotangent and the others.
+    """Recipes of an einsum: each term's block is an einsum of the cotangent and the other terms.
 
     Args:
         output: The indices of the output's dimensions.
@@ -223,8 +223,8 @@ def multilinear(output: str, *terms: tuple[Tensor, str], scale: float = 1) -> li
         scale: A number that the einsum is multiplied by.
 
     Returns:
-        Recipes for the terms that require a gradient, or ``None`` where an index repeats within a
-        term, or is summed over and stands in that term alone: the rows of such a call are left to
+        Recipes for the terms that require a gradient. ``None`` where an index repeats within a
+        term, or is summed over and occurs in that term alone; the rows of such a call are left to
         the fallback.
     """
     labels, are_one = (
@@ -250,7 +250,7 @@ def _equations(
 ) -> tuple[list[str | None], list[tuple[int, ...]]]:
     """The equation of each term's block, and the dimensions along which each term is broadcast.
 
-    ``None`` in the place of an equation that no product can have.
+    An equation is ``None`` if no product can have it.
     """
     targets = _targets(output, labels, are_one)
     inputs = [target.replace("1", "") for target in targets]
@@ -273,7 +273,7 @@ def _targets(output: str, labels: Sequence[str], are_one: Sequence[Sequence[bool
 
 
 def dims_of_one(shape: Sequence[int]) -> tuple[bool, ...]:
-    """Which dimensions have size one: all that decides what is broadcast."""
+    """Which dimensions have size one; this alone decides what is broadcast."""
     if 1 not in shape:
         return (False,) * len(shape)
     return tuple([bool(n == 1) for n in shape])  # sizes that a compiler leaves open have no hash
@@ -297,13 +297,13 @@ def addend(
 
 @lru_cache(maxsize=4096)
 def sum_equation(own: tuple[bool, ...], others: tuple[tuple[bool, ...], ...]) -> str:
-    """The equation of a tensor that is added to others, by which of their sizes are one."""
+    """The equation of a tensor that is added to others, from which of their sizes are one."""
     output, labels = broadcast(len(own), *map(len, others))
     return f"{output}->{_targets(output, labels, (own, *others))[0]}"
 
 
 @lru_cache
 def broadcast(*counts: int) -> tuple[str, list[str]]:
-    """Indices for tensors of some numbers of dimensions, broadcast, and for their result."""
+    """Indices of the result and of tensors that are broadcast, by their numbers of dimensions."""
     output = positions(max(counts))
     return output, [output[len(output) - count :] for count in counts]

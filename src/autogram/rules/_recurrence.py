@@ -1,4 +1,4 @@
-"""Recurrent layers replayed step by step, with a graph of their own.
+"""Replays recurrent layers step by step, with a separate graph.
 
 One direction of one layer maps inputs x_t and a state (h, c), of which only an LSTM has c, by
 
@@ -8,8 +8,8 @@ and h_t = W_hr m_t, or m_t itself. Autograd goes back through the replay to the 
 and h, and computes no gradient of a weight (Werbos, Backpropagation Through Time: What It Does and
 How to Do It, 1990, doi:10.1109/5.58337).
 
-Steps are in *rows*: first the rows of one step, one for each sequence that is not over, then the
-rows of the next step. Sequences are sorted by length, so that the longest come first.
+Steps are stored as *rows*: first the rows of one step, one for each sequence that is not over, then
+the rows of the next step. Sequences are sorted by length, the longest first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayerDirection:
 
     Args:
         cell: The function of one step.
-        weights: As in a call's list: W_ih and W_hh, perhaps two biases, perhaps W_hr.
+        weights: In the order of a call's list: W_ih and W_hh, perhaps two biases, perhaps W_hr.
         input: In rows.
         initial: The initial states, ``(sequences, *)`` each.
         sizes: The number of rows of each step.
@@ -93,7 +93,7 @@ class LayerDirection:
 
 
 def _renewed(state: Tensor, values: Tensor) -> Tensor:
-    """A state with new values of the first sequences. Others are over, or have not begun."""
+    """A state with new values for the first sequences. The others are over, or have not begun."""
     count = len(values)
     return values if count == len(state) else torch.cat([values, state[count:]])
 
@@ -103,7 +103,7 @@ def cotangents(result: Tensor, given: Tensor, wanted: Sequence[Tensor]) -> list[
     differentiate = partial(torch.autograd.grad, result, wanted, materialize_grads=True)
     if len(given) == 1:
         return [d.unsqueeze(0) for d in differentiate(given[0])]
-    if torch.is_anomaly_enabled():  # it reads values, which a batched pass does not allow
+    if torch.is_anomaly_enabled():  # anomaly mode reads values, which a batched pass does not allow
         each = [differentiate(g, retain_graph=True) for g in given]
         return [torch.stack(gradients) for gradients in zip(*each, strict=True)]
     gradients = differentiate(given, is_grads_batched=True)

@@ -1,4 +1,4 @@
-"""The registry: which rule belongs to which function. Recordings see calls of a function in it."""
+"""The registry: maps functions to their rules. Recordings see calls of registered functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Rule = Callable[..., Sequence[Recipe] | None]
 R = TypeVar("R", bound=Rule)
 
 _RULES: dict[Callable[..., Any], Rule] = {}
-_OF_COMPLEX: set[Callable[..., Any]] = set()  # functions whose rules hold for complex tensors, too
+_OF_COMPLEX: set[Callable[..., Any]] = set()  # functions whose rules also hold for complex tensors
 
 
 def register_rule(
@@ -26,13 +26,13 @@ def register_rule(
     """Registers the decorated function as the rule of some functions.
 
     A rule takes the arguments of the call and returns a recipe for each tensor that may be a
-    parameter, or computed from parameters alone. The rule runs before the call, so that an in-place
-    call still has its inputs. Where the rule returns ``None``, or no recipe for a tensor that needs
-    one, rows are computed without the rule: exact and slower. :func:`autogram.testing.check_rule`
-    tests a rule.
+    parameter, or computed from parameters alone. The rule runs before the call, while the inputs
+    of an in-place call still exist. Where the rule returns ``None``, or no recipe for a tensor
+    that needs one, rows are computed without the rule: exact and slower.
+    :func:`autogram.testing.check_rule` tests a rule.
 
-    A rule of the same name in the same module replaces the rule before, so that a cell of a
-    notebook may run again.
+    A rule replaces an earlier one of the same name and module, so that a notebook cell can run
+    again.
 
     Args:
         functions: Torch functions as ``__torch_function__`` names them: ``torch.Tensor.add`` for
@@ -40,9 +40,9 @@ def register_rule(
             operator of ``torch.library``. Or custom autograd Functions (the classes): their `apply`
             is replaced by a function that recordings see, and that otherwise does the same. Take
             shorthands such as ``scale = Scale.apply`` after the registration.
-        holds_for_complex: Whether the rule holds for complex tensors, too. A recipe by
-            :func:`product` or :func:`multilinear` does where PyTorch's gradient is this einsum of
-            the cotangent and of the conjugated factors. By default, such calls do without the rule.
+        holds_for_complex: Whether the rule also holds for complex tensors. A recipe from
+            :func:`product` or :func:`multilinear` holds if PyTorch's gradient is this einsum of
+            the cotangent and the conjugated factors. By default, such calls ignore the rule.
 
     Raises:
         RuleError: A function has another rule already, or its calls cannot be recorded.
@@ -71,7 +71,7 @@ def register_rule(
 
 
 def unregister_rule(*functions: Callable[..., Any]) -> None:
-    """Removes the rules of some functions. Rows of their calls are exact and slower from then on.
+    """Removes the rules of some functions. Rows of later calls are exact and slower.
 
     Args:
         functions: As they were registered. Custom autograd Functions get their ``apply`` back.
@@ -109,7 +109,7 @@ def _name(rule: Rule) -> tuple[Any, Any]:
 
 
 def variants(*names: str) -> list[Callable[..., Any]]:
-    """The functions in ``torch`` and the methods of ``Tensor`` that have one of some names."""
+    """The functions in ``torch`` and the methods of ``Tensor`` with the given names."""
     functions = [getattr(owner, name, None) for name in names for owner in (torch, torch.Tensor)]
     return list(dict.fromkeys(function for function in functions if function is not None))
 
@@ -120,7 +120,7 @@ def find_rule(function: Callable[..., Any]) -> Rule | None:
 
 
 def holds_for_complex(function: Callable[..., Any]) -> bool:
-    """Whether the rule of a function holds for complex tensors, too."""
+    """Whether the rule of a function also holds for complex tensors."""
     return function in _OF_COMPLEX or _as_seen(function) in _OF_COMPLEX
 
 
@@ -129,11 +129,11 @@ def registered_functions() -> list[Callable[..., Any]]:
     return list(_RULES)
 
 
-# Of custom autograd Functions, `apply` is replaced by one that torch-function modes see.
+# In custom autograd Functions, `apply` is replaced by one that torch-function modes see.
 
 
 def _as_seen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as modes see it: of a custom autograd Function, its ``apply``."""
+    """A function as modes see it: for a custom autograd Function, its ``apply``."""
     owner = _owner(function)
     return function if owner is None else owner.apply
 
@@ -149,7 +149,7 @@ def _show(function: Callable[..., Any]) -> None:
 
 
 def _hide(function: Callable[..., Any]) -> None:
-    """Gives a custom autograd Function back the ``apply`` that it had."""
+    """Restores the original ``apply`` of a custom autograd Function."""
     owner = _owner(function)
     shown = None if owner is None else vars(owner).get("apply")
     if isinstance(shown, _ShownFunction):
@@ -168,12 +168,12 @@ class _ShownFunction:
         before: Callable[..., Any] = owner.apply
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            # Modes only: calls with tensor subclasses are as they were.
+            # Modes only: calls with tensor subclasses stay unchanged.
             if overrides.has_torch_function((None,)):
                 return overrides.handle_torch_function(apply, (), *args, **kwargs)
             return before(*args, **kwargs)
 
-        # With the attributes of a method of the class, by which `pickle` finds the function.
+        # It has the attributes of a method of the class, by which `pickle` finds the function.
         apply.__self__ = owner  # type: ignore[attr-defined]  # functions take attributes
         apply.__name__ = f"{owner.__name__}.apply"
         apply.__qualname__, apply.__module__ = f"{owner.__qualname__}.apply", owner.__module__

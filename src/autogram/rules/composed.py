@@ -1,10 +1,10 @@
-"""Recurrent layers composed of other calls, as PyTorch does it where it has no kernel for all.
+"""Recurrent layers composed of other calls, like PyTorch's own where one kernel is not enough.
 
 The step of a cell calls two linear layers, which have a rule, so that no rule has to replay the
-step. Several layers with dropout are calls of one layer each, which can be replayed, and dropout
-between, of which the random mask is in no result of a call for all layers. The operations are in
-PyTorch's order, and in place where PyTorch's are, so that the results, and the state of the random
-numbers, are the same bit for bit.
+step. Several layers with dropout become calls of one layer each, which can be replayed, with
+dropout between them; the result of a call for all layers would not show its random mask. The
+operations have PyTorch's order, and are in place where PyTorch's are. Results, and the state of the
+random numbers, are therefore the same bit for bit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def _gates(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the inputs and the hidden states contribute to the gates.
+    """Contributions of the inputs and the hidden states to the gates.
 
-    There are weights for inputs and for states, and a bias for each. Calls may name them.
+    Inputs and states each have weights and a bias. Calls may name them.
     """
     v = F.linear(hx, w_hh, b_hh)
     return F.linear(input, w_ih, b_ih), v
@@ -73,10 +73,10 @@ def in_layers(function: Callable[..., Any], *args: Any) -> tuple[Tensor, ...]:
 
     Args:
         function: `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu`.
-        args: Those of a call for all layers, of padded sequences or of packed ones.
+        args: Arguments of a call for all layers, of padded or packed sequences.
 
     Returns:
-        The output, and the final states of all layers: what the call returns, bit for bit.
+        The output, and the final states of all layers: bit for bit the result of the call.
     """
     given, hx, params, options = parts_of_call(args)
     has_biases, count, dropout, train, is_bidirectional, *rest = options
@@ -105,13 +105,13 @@ def parts_of_call(args: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
 
 
 def of_step(body: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
-    """The step of a cell, or ``None`` where there is a kernel, or autocast rounds arguments."""
+    """The step of a cell, or ``None`` if there is a kernel, or autocast rounds arguments."""
     is_rounded = torch._C._is_any_autocast_enabled()
     return body if args and args[0].device.type == "cpu" and not is_rounded else None
 
 
 def of_layers(function: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any] | None:
-    """The layers, or ``None`` without dropout between them, or where there is a kernel for all."""
+    """The layers, or ``None`` if no dropout is between them, or one kernel computes all."""
     if len(args) != 9:
         return None
     _, count, dropout, train, *_ = parts_of_call(args)[3]
@@ -120,11 +120,11 @@ def of_layers(function: Callable[..., Any], args: Sequence[Any]) -> Callable[...
 
 
 def _has_kernel(input: Tensor) -> bool:
-    """Whether one kernel computes all layers, with random numbers of its own."""
+    """Whether one kernel computes all layers, with its own random numbers."""
     if input.is_cuda:
         return torch.version.hip is not None or torch.cudnn_is_acceptable(input)
     return input.device.type != "cpu"
 
 
 COMPOSED: dict[Callable[..., Any], Callable[[Sequence[Any]], Callable[..., Any] | None]] = {}
-"""For rules of some functions: gives what composes a call with some arguments, or ``None``."""
+"""For some functions with rules: returns a composed form of a call, or ``None``."""

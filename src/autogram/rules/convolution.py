@@ -1,13 +1,13 @@
 """Rules of convolutions, as matrix products with unfolded patches.
 
-With x^[n, i, q, l] the value that tap q of the kernel sees in channel i at output position l,
+With x^[n, i, q, l] the value that tap q of the kernel reads from channel i for output position l,
 
     dW[o, i, q] = sum_l g[n, o, l] x^[n, i, q, l]        dc[o] = sum_l g[n, o, l]
 
 for each sample n, within each group of channels (Rochette et al. 2019, arXiv:1912.06015).
 
-A transposed convolution is the derivative of a convolution by its input, so input and cotangent
-change places: with g^[n, o, q, l] the patches of the cotangent,
+A transposed convolution is the derivative of a convolution by its input; input and cotangent
+therefore change places: with g^[n, o, q, l] the patches of the cotangent,
 
     dW[i, o, q] = sum_l x[n, i, l] g^[n, o, q, l]        dc[o] = sum_l g[n, o, l]
 
@@ -79,11 +79,11 @@ def _recipes(
 
 
 class Convolution(NamedTuple):
-    """The sizes of a convolution: the kernel's shape, and others for each spatial dimension."""
+    """The sizes of a convolution: the kernel's shape, and sizes for each spatial dimension."""
 
     weight: tuple[int, ...]
     stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]  # before and behind
+    padding: tuple[tuple[int, int], ...]  # before and after
     dilation: tuple[int, ...]
     groups: int
 
@@ -101,7 +101,7 @@ class Convolution(NamedTuple):
         n = len(shape) - 2
         dilations = _per_dimension(dilation, n)
         if padding == "same":
-            # As torch does: where the sum is odd, the additional zero comes behind.
+            # Like torch: where the sum is odd, the additional zero comes last.
             totals = [d * (size - 1) for d, size in zip(dilations, shape[2:], strict=True)]
         else:
             totals = [2 * p for p in _per_dimension(0 if isinstance(padding, str) else padding, n)]
@@ -129,7 +129,7 @@ class Convolution(NamedTuple):
         cotangent, input, t, taps = self._batched(cotangent, input)
         patches = self._patches(cotangent.flatten(0, 1))
         for dim, size in enumerate(input.shape[2:], start=1):
-            # Where the dilation exceeds the stride, `output_padding` may leave room for one more.
+            # Where the dilation exceeds the stride, `output_padding` may leave space for one more.
             patches = patches.narrow(dim, 0, size)
         patches = patches.unflatten(0, cotangent.shape[:2])
         equation = f"n{t}{taps}qo,nqi{t}->qio{taps}"
@@ -157,14 +157,14 @@ class Convolution(NamedTuple):
     def _patches(self, input: Tensor) -> Tensor:
         """The patches ``(n, *l, *taps, q, i)`` of an input ``(n, channels, *space)``.
 
-        They are a view of the padded input with its channels last in memory. The contraction copies
-        the patches one part at a time, and so reads the channels of a position together.
+        They are a view of the padded input, with channels last in memory. The contraction copies
+        the patches one part at a time, and thus reads the channels of a position together.
         """
         zeros = [zeros for both in reversed(self.padding) for zeros in both]
         input = input.movedim(1, -1)
         if any(zeros):
             input = F.pad(input, (0, 0, *zeros))
-        elif self._has_patches:  # else products need no copy
+        elif self._has_patches:  # products need no copy
             input = input.contiguous()
         sizes = zip(self.weight[2:], self.stride, self.dilation, strict=True)
         for dim, (size, step, hole) in enumerate(sizes, start=1):
@@ -174,11 +174,11 @@ class Convolution(NamedTuple):
         return self._by_group(input.movedim(len(self.stride) + 1, -1), input.dim() - 1)
 
     def _gradient(self, cotangent: Tensor, input: Tensor) -> Tensor:
-        """The gradient of the kernel, ``(q, o, i, *taps)``, by PyTorch, which needs no patches."""
+        """The kernel's gradient ``(q, o, i, *taps)`` by PyTorch, which needs no patches."""
         return self._by_group(self._kernel(cotangent, input, 1), 0)
 
     def _gradients(self, cotangent: Tensor, input: Tensor) -> Tensor:
-        """The gradient for each sample, ``(n, q, o, i, *taps)``, by samples as groups."""
+        """The gradient for each sample, ``(n, q, o, i, *taps)``, with samples as groups."""
         n = len(input)
         sides = [x.reshape(1, -1, *x.shape[2:]) for x in (cotangent, input)]
         gradients = self._kernel(sides[0], sides[1], n)  # (n * q * o, i, *taps)

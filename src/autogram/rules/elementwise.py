@@ -1,6 +1,6 @@
 """Rules of broadcast arithmetic.
 
-With g the cotangent and the sums over the dimensions along which p is broadcast,
+With g the cotangent, and sums over the dimensions along which p is broadcast,
 
     y = x + a p    dp = a sum g             y = x p      dp = sum g x
     y = x / p      dp = sum -g x / p^2      y = p / x    dp = sum g / x
@@ -86,13 +86,13 @@ def masked_fill(input: Tensor, mask: Tensor, value: Any) -> list[Recipe]:
 
 @register_rule(torch.Tensor.__setitem__)
 def setitem(tensor: Tensor, index: Any, value: Any) -> list[Recipe] | None:
-    """What the elements under a mask are set to, of a tensor that is no view."""
+    """The value set where a mask holds, in a tensor that is not a view."""
     is_masked = isinstance(index, Tensor) and index.dtype == torch.bool
     if not is_masked or not isinstance(value, Tensor) or tensor._base is not None:
         return None
-    behind = tensor.dim() - index.dim()  # the mask has the first dimensions
+    behind = tensor.dim() - index.dim()  # the mask covers the first dimensions
     if value.dim() > behind:
-        return None  # a value for each element, in their order
+        return None  # one value per element, in order
     mask = index.view(*index.shape, *(1,) * behind)
     return [addend(value, tensor.shape, saved=(mask,), prepare=partial(_masked, True))]
 
@@ -120,7 +120,7 @@ def by_denominator(*tensors: Tensor) -> tuple[Tensor]:
 
 def _masked(kept: bool, cotangent: Tensor, condition: Tensor) -> tuple[Tensor]:
     """The cotangent where the condition is ``kept``."""
-    # A selection and not a product: what is masked out may be infinite.
+    # Select, do not multiply: masked-out values may be infinite.
     return (torch.where(condition if kept else ~condition, cotangent, 0),)
 
 

@@ -55,7 +55,7 @@ def getitem(input: Tensor, index: Any) -> list[Recipe] | None:
 
 @register_rule(*variants("index_select"))
 def index_select(input: Tensor, dim: int, index: Tensor) -> list[Recipe] | None:
-    """Rows of a tensor; other dimensions are left to the fallback."""
+    """Rows of a tensor. Other dimensions are left to the fallback."""
     if dim not in (0, -input.dim()) or index.dim() != 1:
         return None
     return [lookup(input, index)]
@@ -94,15 +94,15 @@ def weighted_reads(
     is_mean: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """The rows that bags add up, and the weight of each, ``(bags, longest)``.
+    """The rows that bags add up, and each row's weight, ``(bags, longest)``.
 
     Args:
-        indices: Of any value where a bag has no row.
+        indices: Row indices; arbitrary where a bag has no row.
         inside: Where a bag has a row.
-        weights: Those that the call was given, ``(bags, longest)``, or ``None``.
-        padding: The index of a row that counts for none.
+        weights: Weights from the call, ``(bags, longest)``, or ``None``.
+        padding: The index of a row that does not count.
         is_mean: Whether a bag is divided by the number of its rows.
-        dtype: That of the table.
+        dtype: The dtype of the table.
     """
     if padding is not None:
         inside = inside & (indices != padding)
@@ -123,7 +123,7 @@ def read_bags(
 def in_bags(
     values: Tensor, offsets: Tensor | None, include_last_offset: bool
 ) -> tuple[Tensor, Tensor]:
-    """Values by bag, ``(bags, longest)`` with zeros behind shorter bags, and where values are."""
+    """Values by bag, ``(bags, longest)``, zero after shorter bags; and where values are."""
     if offsets is None:
         return values, torch.ones_like(values, dtype=torch.bool)
     ends = offsets[1:]
@@ -138,7 +138,7 @@ def in_bags(
 
 
 def check_table(function: str, scale_grad_by_freq: bool, max_norm: float | None = None) -> None:
-    """Refuses options for which there is no Jacobian."""
+    """Refuses options that have no Jacobian."""
     if max_norm is not None:
         raise UnsupportedError(
             f"`{function}` was called with `max_norm`, which changes its weight in place in each "

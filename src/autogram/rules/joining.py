@@ -13,7 +13,7 @@ from autogram.rules._registry import register_rule, variants
 
 @register_rule(*variants("cat", "concat", "concatenate"), holds_for_complex=True)
 def cat(tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> list[Recipe] | None:
-    """Tensors joined along a dimension, along which no samples can be."""
+    """Tensors joined along a dimension that cannot hold samples."""
     dim = (dim if axis is None else axis) % tensors[0].dim()
     output = positions(tensors[0].dim())
     dims = output[:dim] + "-" + output[dim + 1 :]
@@ -29,7 +29,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, axis: int | None = None) -> 
 
 @register_rule(*variants("stack"), holds_for_complex=True)
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> list[Recipe]:
-    """Tensors joined along a new dimension, along which no samples can be."""
+    """Tensors joined along a new dimension, which cannot hold samples."""
     dim %= tensors[0].dim() + 1
     output = positions(tensors[0].dim())
     dims = output[:dim] + "-" + output[dim:]

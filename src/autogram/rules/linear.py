@@ -62,7 +62,7 @@ def bilinear(
 
 @register_rule(*variants("matmul", "mm", "bmm", "mv"), holds_for_complex=True)
 def matmul(input: Tensor, other: Tensor, *, scale: float = 1) -> list[Recipe] | None:
-    """Both sides of a matrix product, times a number, with batches broadcast."""
+    """Both sides of a matrix product, times a number, with broadcast batches."""
     dims = input.dim(), other.dim()
     if dims == (2, 2) and are_numbers(scale):  # nothing is broadcast
         options = {"scale": scale, "is_complex": input.is_complex()}
@@ -120,7 +120,7 @@ def tensordot(
 ) -> list[Recipe] | None:
     """Both sides of a product that is summed over some dimensions of each."""
     if out is not None:
-        return None  # torch says that no gradient is there
+        return None  # torch reports that there is no gradient
     if isinstance(dims, int):
         dims = range(a.dim() - dims, a.dim()), range(dims)
     elif not isinstance(dims, (list, tuple)):
@@ -146,7 +146,7 @@ def grouped_mm(
 ) -> list[Recipe] | None:
     """A matrix for each range of rows: dW[e, i, o] = sum of g[t, o] x[t, i] over t in range e.
 
-    ``torch.nn.functional.grouped_mm`` calls it with the weights of several experts in one tensor.
+    ``torch.nn.functional.grouped_mm`` calls it with several experts' weights in one tensor.
     """
     if input.dim() != 2 or mat2.dim() != 3 or offs is None or bias is not None:
         return None
@@ -169,7 +169,7 @@ def einsum(equation: Any, *operands: Any) -> list[Recipe] | None:
 def blocks_of_stack(
     layout: Layout | None, cotangent: Tensor, input: Tensor, offs: Tensor
 ) -> tuple[Block]:
-    """The block of a stack of matrices, from rows gathered by sample and by matrix."""
+    """The block of a stack of matrices, from rows gathered by sample and matrix."""
     groups = len(offs)
     samples = 1 if layout is None else layout.batch
     rows = torch.arange(len(input), dtype=offs.dtype, device=offs.device)
@@ -185,7 +185,7 @@ def blocks_of_stack(
 
 @lru_cache
 def _matmul_labels(left: int, right: int) -> tuple[str, str, str]:
-    """Indices of the output and of both sides of a matrix product, by their dimensions."""
+    """Indices of a matrix product's output and sides, from their numbers of dimensions."""
     output, (left_batch, right_batch) = broadcast(max(left - 2, 0), max(right - 2, 0))
     row = "o" if left > 1 else ""
     column = "p" if right > 1 else ""
@@ -199,7 +199,7 @@ def _parsed(equation: str, dims: tuple[int, ...]) -> tuple[str, list[str]] | Non
         shapes = [(1,) * n for n in dims]
         inputs, output, _ = parse_einsum_input((equation, *shapes), shapes=True)
     except ValueError:
-        return None  # torch says what is wrong
+        return None  # torch reports the error
     letters = "".join(dict.fromkeys(inputs.replace(",", "")))
     if len(letters) > len(_USABLE):
         return None

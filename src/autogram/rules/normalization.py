@@ -3,10 +3,9 @@
     dw = sum g x^        dc = sum g
 
 x^ is computed again from the saved input, because dividing the output by ``w`` fails at zero.
-Statistics that mix the samples (batch normalisation in training mode) are noticed where the
-layouts of the uses before are inferred. A rule that fits ``F`` and ``torch`` is registered for
-both, because recording the calls inside of a Python function takes longer than recording the
-function.
+Statistics that mix the samples (batch normalisation in training mode) are noticed when layouts of
+earlier uses are inferred. A rule that fits ``F`` and ``torch`` is registered for both, because
+recording the calls inside a Python function takes longer than recording the function.
 """
 
 from __future__ import annotations
@@ -149,12 +148,12 @@ def _affine(
 def _normalized(
     normalize: Callable[..., Tensor], cotangent: Tensor, *saved: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The cotangent and x^, from the input and perhaps statistics."""
+    """The cotangent and x^, from the input and optional statistics."""
     return cotangent, normalize(*promoted(*saved))
 
 
 def by_batch(input: Tensor, *, eps: float) -> Tensor:
-    """x^ with statistics of the batch, also where that is a single value for each channel."""
+    """x^ with statistics of the batch, even if each channel has only a single value."""
     # `F.batch_norm` refuses a single value, which `torch.batch_norm` takes.
     is_enabled = torch.backends.cudnn.enabled
     return torch.batch_norm(input, None, None, None, None, True, 0.0, eps, is_enabled)
@@ -167,7 +166,7 @@ def standardize(input: Tensor, mean: Tensor, variance: Tensor, *, eps: float) ->
 
 
 def _kept_by_group_norm(result: Tensor) -> tuple[Tensor, ...] | None:
-    """The input as the kernel has read it, and mean and inverse deviation of each group."""
+    """The input as the kernel read it, and mean and inverse deviation of each group."""
     node: Any = result.grad_fn
     if type(node).__name__ != "NativeGroupNormBackward0":
         return None
@@ -187,10 +186,10 @@ def blocks_by_group(
     input: Tensor,
     *statistics: Tensor,
 ) -> Iterator[Block]:
-    """The blocks of weight and bias, of those that there are, with statistics of each group.
+    """The existing blocks among weight and bias, with statistics of each group.
 
-    PyTorch has a kernel for ``dw = (sum g x - mean sum g) / deviation`` and ``dc = sum g``, which
-    reads the cotangent g and the input x once and computes no x^.
+    PyTorch's kernel for ``dw = (sum g x - mean sum g) / deviation`` and ``dc = sum g`` reads the
+    cotangent g and the input x once, and does not compute x^.
     """
     cotangent, input = promoted(cotangent, input)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)
@@ -211,14 +210,14 @@ def _rows(
 ) -> tuple[Tensor, Tensor]:
     """The rows of weight and bias, ``(k, b, c)`` each, by the backward kernel of group norm.
 
-    The kernel adds up the rows of all samples. So it is given one sample with the channels of all.
+    The kernel adds up the rows of all samples. It is therefore given one sample with all channels.
     """
     n, c, area = *input.shape[:2], prod(input.shape[2:])
     if not statistics:
         statistics = torch.native_group_norm(input, None, None, n, c, area, groups, eps)[1:]
     mean, inverse = (x.view(1, n * groups) for x in promoted(input, *statistics)[1:])
     x = input.view(1, n * c, area)
-    weight = input.new_empty(n * c)  # which only the gradient of the input would read
+    weight = input.new_empty(n * c)  # only the gradient of the input would read it
     parts = [
         torch.ops.aten.native_group_norm_backward(
             *(g.view(1, n * c, area), x, mean, inverse, weight),

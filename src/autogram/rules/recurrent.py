@@ -1,17 +1,17 @@
 """Rules of recurrent layers and of their cells.
 
-A call reads the weights of all its layers at all steps. Let u be what the inputs contribute to the
-gates, and v what the hidden states contribute. Then the blocks of the weights are those of linear
+A call reads the weights of all its layers at all steps. Let u be the inputs' contribution to the
+gates, and v that of the hidden states. Then the blocks of the weights are those of linear
 layers with positions t:
 
     u[t, o] = sum_i W_ih[o, i] x[t, i] + b_ih[o]        dW_ih[o, i] = sum_t du[t, o] x[t, i]
     v[t, o] = sum_j W_hh[o, j] h[t-1, j] + b_hh[o]      dW_hh[o, j] = sum_t dv[t, o] h[t-1, j]
 
-The call returns neither u nor v. So it is replayed from its input, its initial states and its
-weights, once for each of its results that the losses depend on, and autograd gives du and dv.
-The single step of a cell has a rule where PyTorch has a kernel for it, and is
-:mod:`composed <autogram.rules.composed>` of linear layers elsewhere, as layers with dropout
-between them are composed of single ones.
+The call returns neither u nor v. It is therefore replayed from its input, its initial states and
+its weights, once for each result that the losses depend on, and autograd gives du and dv.
+The single step of a cell has a rule where PyTorch has a kernel for it. Elsewhere, it is
+:mod:`composed <autogram.rules.composed>` of linear layers. Layers with dropout between them are
+likewise composed of single layers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _register(recurrence.gru_cell, torch.gru, torch.gru_cell, composed.gru_step)
 
 
 def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
-    """All layers at all steps, of sequences of one length or of packed ones."""
+    """All layers at all steps, for sequences of one length or packed ones."""
     (input, *packed), hx, params, options = composed.parts_of_call(args)
     _, layers, dropout, train, is_bidirectional, *batch_first = options
     if packed:
@@ -75,7 +75,7 @@ def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
         input = input.transpose(0, 1) if batch_first[0] else input
         sizes = (input.shape[1],) * input.shape[0]
     if dropout and train and layers > 1:
-        return None  # no replay has the random mask, which only the kernel's own node has saved
+        return None  # no replay knows the random mask, which only the kernel's node saves
     states = _states(hx)
     replay = partial(Replay, cell, len(states), sizes, 1 + is_bidirectional)
     replays = [replay(dims, None), *(replay("-S-", i) for i in range(len(states)))]
@@ -85,14 +85,14 @@ def _layers(cell: Cell, *args: Any) -> list[Recipe] | None:
 def _one_step(
     cell: Cell, input: Tensor, hx: States, params: Sequence[Tensor | None]
 ) -> list[Recipe]:
-    """One layer at one step, which returns the final states alone."""
+    """One layer at one step, which returns only the final states."""
     states = _states(hx)
     replays = [Replay(cell, len(states), (len(input),), 1, "S-", i) for i in range(len(states))]
     return _recipes(replays, input, (*states, *(x for x in params if x is not None)))
 
 
 def _states(hx: States) -> tuple[Tensor, ...]:
-    """The initial states of a call, of which an LSTM has two."""
+    """The initial states of a call; an LSTM has two."""
     return (hx,) if isinstance(hx, Tensor) else tuple(hx)
 
 
@@ -105,7 +105,7 @@ def _recipes(
 
 @dataclass(frozen=True)
 class Replay:
-    """The blocks of the initial states and of the weights of a call, from one of its results."""
+    """The blocks of a call's initial states and weights, from one of the call's results."""
 
     cell: Cell
     n_states: int
@@ -114,7 +114,7 @@ class Replay:
     directions: int
     dims: str
     final: int | None
-    """Which final state the result is, or ``None`` for the output at all steps."""
+    """Number of the final state that is the result, or ``None`` for the output at all steps."""
     is_reversed: bool = False
     """Whether the first direction begins with the last step."""
 
@@ -170,7 +170,7 @@ class Replay:
         return layers, torch.stack([of.final[self.final] for of in layers])
 
     def _by_step(self, steps: Sequence[Tensor], dim: int) -> Tensor:
-        """Rows as steps and sequences, with zeros where a sequence is over."""
+        """Rows as steps and sequences, with zeros after the end of a sequence."""
         rows = (steps[0] if len(steps) == 1 else torch.cat(list(steps), dim)).detach()
         if self.sizes[0] == self.sizes[-1]:
             by_step: Tensor = rows.unflatten(dim, (len(self.sizes), -1))
@@ -180,7 +180,7 @@ class Replay:
         return layout.split(rows, dim)
 
     def _by_sequence(self, layout: Layout, cotangent: Tensor) -> Layout:
-        """Where the samples are among packed sequences, from where they are among their rows.
+        """Converts the samples' places among rows to places among packed sequences.
 
         A row may have no cotangent, and no known owner, where other steps of its sequence have.
         """

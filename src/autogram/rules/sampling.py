@@ -1,11 +1,11 @@
-"""Rules of reading an image between its pixels, as of the feature planes of a radiance field.
+"""Rules of reading an image between its pixels, such as the feature planes of a radiance field.
 
-With c(n, u) the weights of the pixels u for the place that is read at n, the rows of a sample are
+With c(n, u) the weight of pixel u for the place read at n, the rows of a sample are
 
     y[n] = sum_u c(n, u) W[u]        dW[u] = sum_n c(n, u) g[n]
 
-with n over the places of that sample. PyTorch's own backward pass of the call adds this up. Given
-an image for each sample, it gives the rows of all samples, at the price of one backward pass.
+with n over the places of that sample. PyTorch's own backward pass of the call computes this sum.
+Given an image for each sample, it gives the rows of all samples, at the price of one backward pass.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def grid_sample(
     padding_mode: str = "zeros",
     align_corners: bool | None = None,
 ) -> list[Recipe] | None:
-    """The images of ``F.grid_sample``, which all samples read."""
+    """The images of ``F.grid_sample``, which all samples share."""
     if mode not in _MODES or padding_mode not in _PADDINGS:
-        return None  # the call is going to raise
+        return None  # the call will raise
     return grid_sampler(input, grid, _MODES[mode], _PADDINGS[padding_mode], bool(align_corners))
 
 
@@ -47,7 +47,7 @@ def grid_sampler(
     padding_mode: int,
     align_corners: bool,
 ) -> list[Recipe] | None:
-    """The images of ``torch.grid_sampler``, flat or in space."""
+    """The images of ``torch.grid_sampler``, in two or three dimensions."""
     if input.dim() not in (4, 5):
         return None
     options = interpolation_mode, padding_mode, align_corners
@@ -62,10 +62,10 @@ def blocks_of_images(
     cotangent: Tensor,
     grid: Tensor,
 ) -> tuple[Block]:
-    """The block of images ``(n, c, *pixels)``, of which samples read places, or whole images.
+    """The block of images ``(n, c, *pixels)``, if samples read places, or own whole images.
 
-    Rows where they read places: ``(k, b, n, c, *pixels)``. Where images are of one sample each, as
-    of a plane that was repeated, their gradients and a mask of whose they are.
+    If they read places: rows ``(k, b, n, c, *pixels)``. If each image belongs to one sample, such
+    as a plane that was repeated: the gradients of images, and a mask of each sample's images.
     """
     cotangent, grid = promoted(cotangent, grid)
     given = cotangent.movedim(2, -1)  # (k, n, *places, c), as the grid is (n, *places, axes)
@@ -81,7 +81,7 @@ def blocks_of_images(
         dim = max(layout.dim - 1, 0)
         given = layout.split(given, dim + 1).movedim(dim + 1 + layout.has_before, 1)
         places = layout.split(grid, dim).movedim(dim + layout.has_before, 0)
-    if layout is not None and layout.dim == 0:  # all of one image, whose dimension is gone
+    if layout is not None and layout.dim == 0:  # all read one image, whose dimension is gone
         given, places = given.unsqueeze(2), places.unsqueeze(1)
     return (rows_block(_gradients(pixels, options, given, places)),)
 
@@ -89,11 +89,11 @@ def blocks_of_images(
 def _gradients(
     pixels: tuple[int, ...], options: tuple[int, int, bool], given: Tensor, places: Tensor
 ) -> Tensor:
-    """The gradients ``(k, b, n, c, *pixels)`` of images, from an image for each objective.
+    """The gradients ``(k, b, n, c, *pixels)`` of images, with one image for each objective.
 
     Args:
         pixels: The sizes of an image.
-        options: Those of the call.
+        options: The options of the call.
         given: The cotangents ``(k, b, n, *places, c)``.
         places: Where images are read, ``(b, n, *places, axes)``.
     """

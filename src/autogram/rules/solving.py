@@ -1,11 +1,11 @@
-"""Rules of what a matrix solves, and of distances.
+"""Rules of linear systems and of distances.
 
 With Y the solution of A Y = B, and g its cotangent (Giles 2008, "An extended collection of matrix
 derivative results"),
 
-    h = A^-T g        dA = -h Y^T        of a triangular A, its own triangle of that
+        h = A^-T g        dA = -h Y^T        (for a triangular A, only its triangle)
 
-and with d[p, r] = |x[p] - y[r]| and t = g / d, zero where d is,
+    and with d[p, r] = |x[p] - y[r]| and t = g / d, zero where d is zero,
 
     dy[r] = sum_p t[p, r] (y[r] - x[p])        dx[p] = sum_r t[p, r] (x[p] - y[r])
 """
@@ -24,7 +24,7 @@ from autogram.rules._registry import register_rule
 
 @register_rule(torch.linalg.solve)
 def solve(A: Tensor, B: Tensor, *, left: bool = True) -> list[Recipe] | None:
-    """The matrix of a linear system, for all samples the same."""
+    """The matrix of a linear system, if it is the same for all samples."""
     return _of_matrix(A, B, left, torch.linalg.solve, {"left": left}, {"left": left})
 
 
@@ -37,7 +37,7 @@ def solve_triangular(
     left: bool = True,
     unitriangular: bool = False,
 ) -> list[Recipe] | None:
-    """The triangular matrix of a linear system, for all samples the same."""
+    """The triangular matrix of a linear system, if it is the same for all samples."""
     options = {"left": left, "unitriangular": unitriangular}
     forward, adjoint = options | {"upper": upper}, options | {"upper": not upper}
     return _of_matrix(A, B, left, torch.linalg.solve_triangular, forward, adjoint)
@@ -46,7 +46,7 @@ def solve_triangular(
 def _of_matrix(
     matrix: Tensor, other: Tensor, left: bool, function: Any, forward: Any, adjoint: Any
 ) -> list[Recipe] | None:
-    """The recipe of the matrix, which may have dimensions of size one in front."""
+    """The recipe of the matrix, which may have leading dimensions of size one."""
     is_vector = other.dim() < 2 or other.shape == matrix.shape[:-1]
     if is_vector or any(n != 1 for n in matrix.shape[:-2]):
         return None
@@ -64,7 +64,7 @@ def _of_matrix(
 def _solved(
     function: Any, forward: Any, adjoint: Any, cotangent: Tensor, matrix: Tensor, other: Tensor
 ) -> tuple[Tensor, ...]:
-    """The cotangent of the other side, negative, the solution, and where the matrix is not zero."""
+    """The negative cotangent of the other side, the solution, and where the matrix is not zero."""
     cotangent, matrix, other = promoted(cotangent, matrix, other)
     matrix = matrix.reshape(matrix.shape[-2:])
     factors = -function(matrix.mT, cotangent, **adjoint), function(matrix, other, **forward)
@@ -74,7 +74,7 @@ def _solved(
 
 
 def triangle_of(matrix: Tensor, upper: bool, unitriangular: bool) -> Tensor:
-    """Ones in the triangle of a matrix that counts, and zeros elsewhere."""
+    """Ones in the used triangle of a matrix, and zeros elsewhere."""
     ones, skipped = torch.ones_like(matrix), int(unitriangular)
     return ones.triu(skipped) if upper else ones.tril(-skipped)
 
@@ -108,7 +108,7 @@ def _moved(
 def differences(
     cotangent: Tensor, own: Tensor, other: Tensor, distances: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangent over the distances, and the two terms of own points minus others."""
+    """The cotangent over the distances, and the two terms of own minus other points."""
     own = own.reshape(own.shape[-2:])
     scaled = torch.where(distances > 0, cotangent / distances, 0)
     return (

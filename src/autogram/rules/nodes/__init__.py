@@ -1,4 +1,4 @@
-"""Rules by kind of node of autograd's graph. One file per family, listed here."""
+"""Rules for kinds of nodes of autograd's graph, one file per family, listed here."""
 
 from autogram.rules.nodes import (  # noqa: F401 - importing a file registers its rules
     convolution,

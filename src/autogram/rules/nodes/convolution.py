@@ -11,7 +11,7 @@ from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 
 @of_nodes("Convolution", "ConvolutionOverrideable")
 def _convolution(read: NodeInput) -> NodeRecipe | None:
-    """Kernel and bias of any convolution, transposed ones too. The input has no recipe."""
+    """Kernel and bias of any convolution, also a transposed one. The input has no recipe."""
     stride = tuple(read.number("stride"))
     is_batched = len(read.result) == len(stride) + 2
     dims = "n" if is_batched else "-"

@@ -40,13 +40,13 @@ def _rsub(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("Expand", holds_for_complex=True)
 def _expand(read: NodeInput) -> NodeRecipe:
-    """A copy at each place along some dimensions."""
+    """Copies along some dimensions."""
     return addend_at(read)
 
 
 @of_nodes("CopyBackwards")
 def _copy(read: NodeInput) -> NodeRecipe | None:
-    """What a tensor was changed to in place; of what it was before, nothing is left."""
+    """The tensor copied in place. The result keeps nothing of the old values."""
     return addend_at(read) if read.position == 1 else None
 
 
@@ -61,7 +61,7 @@ def _mul(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("Div", holds_for_complex=True)
 def _div(read: NodeInput) -> NodeRecipe | None:
-    """``self / other``, where other may be a number, if it is not rounded."""
+    """``self / other``, not rounded, where other may be a number."""
     if read.has("rounding_mode") and read.number("rounding_mode") is not None:
         return None
     if not read.has_tensor("other"):
@@ -106,7 +106,7 @@ def _lerp(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("Where", holds_for_complex=True)
 def _where(read: NodeInput) -> NodeRecipe:
-    """Of two tensors, the one that a condition chooses."""
+    """One of two tensors, selected by a condition."""
     prepare = _outside if read.position else _inside
     return addend_at(read, prepare=prepare, fields=("condition",))
 
@@ -127,7 +127,7 @@ def _prelu(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("Pow", holds_for_complex=True)
 def _pow(read: NodeInput) -> NodeRecipe | None:
-    """``self ** exponent``, of which one may be a number."""
+    """``self ** exponent``, where either may be a number."""
     if not read.has_tensor("exponent"):
         return addend_at(read, prepare=_power(read.number("exponent")), fields=("self",))
     if not read.has_tensor("self"):
@@ -146,7 +146,7 @@ def _extremum(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("Repeat", holds_for_complex=True)
 def _repeat(read: NodeInput) -> NodeRecipe:
-    """Copies side by side: places along a dimension of the result by what they are copies of."""
+    """Copies side by side: a matrix maps places of the result to the places they copy."""
     return NodeRecipe(_formula_of_copies(read.shape, read.result, read.is_complex))
 
 
@@ -158,7 +158,7 @@ def _multiplied(read: NodeInput, field: str, scale: complex = 1) -> NodeRecipe:
 
 @lru_cache(maxsize=4096)
 def _formula_of_factor(equation: str, scale: complex, is_complex: bool) -> Formula:
-    """The formula of an input with a factor, which keeps the factor's own sizes."""
+    """The formula of an input with a factor that keeps its own sizes."""
     formula = formula_of(equation, None, None, None, scale, is_complex)
     blocks = partial(_by_factor, equation, scale, is_complex)
     return formula._replace(blocks=blocks)
@@ -174,7 +174,7 @@ def _by_factor(
 ) -> Any:
     """The block of an input, from a factor that is broadcast to the result.
 
-    Dimensions along which it is broadcast are left out. A number has any dtype.
+    It leaves out the dimensions along which the factor is broadcast. A number has any dtype.
     """
     output, target = equation.split("->")
     if factor.dim() == 0 or not (factor.is_floating_point() or factor.is_complex()):
@@ -213,7 +213,7 @@ def _formula_of_copies(
 
 
 def _with_copies(sizes: Sequence[tuple[int, int]], cotangent: Tensor) -> tuple[Tensor, ...]:
-    """The cotangent, and for some dimensions which place is a copy of which."""
+    """The cotangent, and for some dimensions a matrix that tells which place copies which."""
     eye = partial(torch.eye, dtype=cotangent.dtype.to_real(), device=cotangent.device)
     return cotangent, *[eye(size).repeat(count // size, 1) for count, size in sizes]
 
@@ -264,12 +264,12 @@ def _by_distance(*tensors: Tensor) -> tuple[Tensor]:
 
 
 def _by_rest(*tensors: Tensor) -> tuple[Tensor]:
-    """The cotangent times what a weight leaves of one."""
+    """The cotangent times one minus the weight."""
     cotangent, weight = promoted(*tensors)
     return (cotangent * (1 - weight).conj(),)
 
 
-# Selections and not products below: what is masked out may be infinite.
+# Select below, do not multiply: masked-out values may be infinite.
 
 
 def _inside(cotangent: Tensor, mask: Tensor) -> tuple[Tensor]:
@@ -289,7 +289,7 @@ def _where_smallest(cotangent: Tensor, own: Tensor, other: Tensor) -> tuple[Tens
 
 
 def _shared(cotangent: Tensor, is_equal: Tensor, is_left: Tensor) -> tuple[Tensor]:
-    """The cotangent, a half of it at equal numbers, and nothing where the other was taken."""
+    """The cotangent, half of it where numbers are equal, and zero where the other one won."""
     return (torch.where(is_left, 0, torch.where(is_equal, cotangent / 2, cotangent)),)
 
 

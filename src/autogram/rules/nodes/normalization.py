@@ -1,8 +1,8 @@
 """Nodes of normalisations: weight and bias, from the statistics that the node saved.
 
-The input has no recipe, since its statistics depend on it. Statistics that were saved in half
-precision are computed again, but for those of layer normalisations, which save no epsilon: there
-the rows have the digits of PyTorch's own gradient.
+The input has no recipe, since its statistics depend on it. Statistics saved in half precision are
+computed again, except for layer normalisations, which save no epsilon: their rows are as precise as
+PyTorch's own gradient.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _batch_norm(read: NodeInput) -> NodeRecipe | None:
 def _group_norm(read: NodeInput) -> NodeRecipe | None:
     """Weight and bias per channel, with statistics of each group of channels of a sample.
 
-    A kernel gives the rows of both.
+    One kernel computes the rows of both.
     """
     dims, are_read = positions(len(read.result)), (1 in read.positions, 2 in read.positions)
     if read.positions == (2,):
@@ -96,7 +96,7 @@ def _of_batch(dims: int, channel: str, eps: float) -> Formula:
 def _normalized_by_batch(
     eps: float, cotangent: Tensor, input: Tensor, *statistics: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The cotangent and x^, with the saved statistics where they have enough digits."""
+    """The cotangent and x^, with the saved statistics where these are precise enough."""
     if not _have_digits(statistics):
         return cotangent, by_batch(*promoted(input), eps=eps)
     shape = (1, -1) + (1,) * (input.dim() - 2)
@@ -122,6 +122,6 @@ def _by_group(
     layout: Layout | None,
     *tensors: Tensor,
 ) -> Iterator[Block]:
-    """The blocks of weight and bias, with the saved statistics where they have enough digits."""
+    """The blocks of weight and bias, with the saved statistics where these are precise enough."""
     given = tensors if _have_digits(tensors[2:]) else tensors[:2]
     return blocks_by_group(dims, groups, eps, has_weight, has_bias, layout, *given)

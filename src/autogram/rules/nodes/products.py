@@ -1,4 +1,4 @@
-"""Nodes of matrix products: the cotangent times what the node saved of the other side."""
+"""Nodes of matrix products: the cotangent times the saved tensor of the other side."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from autogram.rules._recipe import POSITIONS, Formula, formula_of
 from autogram.rules.linear import blocks_of_stack
 from autogram.rules.nodes.registry import NodeInput, NodeRecipe, addend_at, of_nodes
 
-# By operation: for each input the einsum of the cotangent and the saved tensor, and its field.
-# `None` for the first of those that add a product, times alpha, to an input, times beta.
+# By operation: for each input, the einsum of the cotangent and the saved tensor, and its field.
+# A first `None` marks operations that add a product, times alpha, to an input, times beta.
 _EQUATIONS: dict[str, tuple[tuple[str, str] | None, ...]] = {
     "Mm": (("op,ip->oi", "mat2"), ("op,oi->ip", "self")),
     "Bmm": (("sop,sip->soi", "mat2"), ("sop,soi->sip", "self")),
@@ -23,7 +23,7 @@ _EQUATIONS: dict[str, tuple[tuple[str, str] | None, ...]] = {
 
 @of_nodes(*_EQUATIONS, holds_for_complex=True)
 def _product(read: NodeInput) -> NodeRecipe:
-    """Both sides of a product, and what it is added to."""
+    """Both sides of a product, and the input that it is added to."""
     sides = _EQUATIONS[read.operation]
     side = sides[read.position]
     if side is None:
@@ -41,7 +41,7 @@ def _vdot(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("Linear", holds_for_complex=True)
 def _linear(read: NodeInput) -> NodeRecipe | None:
-    """``F.linear`` on devices that have a kernel for all of it."""
+    """``F.linear`` on devices that compute it with one kernel."""
     t, is_complex = POSITIONS[: len(read.result) - 1], read.is_complex
     if read.position == 2:
         return NodeRecipe(formula_of(f"{t}o->o", is_complex=is_complex))
@@ -52,7 +52,7 @@ def _linear(read: NodeInput) -> NodeRecipe | None:
 
 @of_nodes("Trilinear", holds_for_complex=True)
 def _trilinear(read: NodeInput) -> NodeRecipe | None:
-    """The product of three tensors, each without some dimensions, that ``F.bilinear`` calls."""
+    """The product of three tensors, each without some dimensions, as used by ``F.bilinear``."""
     left_out = [read.number(f"expand{i}") for i in (1, 2, 3)]
     labels = POSITIONS[: len(read.shape) + len(left_out[read.position])]
     output, *terms = (

@@ -13,7 +13,7 @@ from autogram.rules._recurrence import Cell, gru_cell, lstm_cell, relu_cell, tan
 from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules.recurrent import Replay
 
-# By PyTorch's numbers of modes: the cell, and the states that a node has saved.
+# By PyTorch's mode number: the cell, and the fields of the states that a node saves.
 _OF_CUDNN: dict[int, tuple[Cell, tuple[str, ...]]] = {
     0: (relu_cell, ("hx",)),
     1: (tanh_cell, ("hx",)),
@@ -27,9 +27,9 @@ _OF_MKLDNN: dict[int, tuple[Cell, tuple[str, ...]]] = {2: (lstm_cell, ("hx_", "c
 def _mkldnn_layer(read: NodeInput) -> NodeRecipe | None:
     """The weights of one direction of one layer of ``nn.LSTM`` in float32 on a CPU.
 
-    The results are the output at all steps and both final states, and the first input is the
-    layer's own. What the node says of the order of dimensions is that of the call: in a layer,
-    time comes first.
+    The results are the output at all steps and both final states. The first input is the layer's
+    input. The node's flag for the order of dimensions describes the call: in a layer, time comes
+    first.
     """
     mode, packed = read.number("mode"), read.number("batch_sizes")
     weights = [f"weight{i}" for i in range(4 if read.number("has_biases") else 2)]
@@ -54,7 +54,7 @@ def _cudnn_layers(read: NodeInput) -> NodeRecipe | None:
     is_random = read.number("dropout") and read.number("train") and layers > 1
     count = read.number("weight_stride0") * layers * directions
     if is_random or result > len(states) or not _are_weights(read, count):
-        return None  # no replay has the random mask
+        return None  # a replay does not know the random mask
     packed, is_batch_first = tuple(read.number("batch_sizes")), read.number("batch_first")
     shape, dims = read.node._input_metadata[0].shape, "S-"
     if not packed:
@@ -67,7 +67,7 @@ def _cudnn_layers(read: NodeInput) -> NodeRecipe | None:
 
 
 def _are_weights(read: NodeInput, count: int) -> bool:
-    """Whether the inputs are some of the weights, which come behind the layer's own input."""
+    """Whether the inputs are some of the weights, which come after the layer's own input."""
     return all(1 <= position <= count for position in read.positions)
 
 
@@ -75,7 +75,7 @@ def _are_weights(read: NodeInput, count: int) -> bool:
 def _of_weights(
     replay: Replay, positions: tuple[int, ...], is_batch_first: bool = False
 ) -> Formula:
-    """The formula of some weights, before whose blocks a replay gives those of the states."""
+    """The formula of some weights. A replay gives the blocks of the states before theirs."""
     numbers = tuple([replay.n_states + position - 1 for position in positions])
     return Formula(replay.dims, partial(_chosen, replay, numbers, is_batch_first))
 
@@ -89,7 +89,7 @@ def _chosen(
     input: Tensor,
     *tensors: Tensor,
 ) -> list[Block]:
-    """Some of the blocks that a replay gives, which is given the input with time first."""
+    """Some of the blocks of a replay, which needs the input with time first."""
     input = input.transpose(0, 1) if is_batch_first else input
     given = replay.blocks(layout, cotangent, input, *tensors)
     blocks = enumerate(islice(given, max(numbers) + 1))

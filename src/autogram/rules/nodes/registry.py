@@ -1,4 +1,4 @@
-"""The table of rules by kind of node, and what a rule may read of a node."""
+"""The table of rules by kind of node, and the fields of a node that a rule may read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autogram.rules._recipe import Formula, Prepare, dims_of_one, formula_of, su
 
 
 class NodeRecipe(NamedTuple):
-    """How the rows of one input of a node follow from the node's cotangent.
+    """How to compute the rows of one input of a node from the node's cotangent.
 
     Attributes:
         formula: Makes the one block of the input, from the cotangent of one result of the node,
-            and the saved tensors. It holds no tensors. That of a :func:`joint_recipe` makes the
-            blocks of several inputs.
-        fields: The saved tensors that the formula is given, in order: ``"mat1"`` is
+            and the saved tensors. It holds no tensors. The formula of a :func:`joint_recipe` makes
+            the blocks of several inputs.
+        fields: The saved tensors that the formula takes, in order: ``"mat1"`` is
             ``node._saved_mat1``. :func:`read_fields` reads them.
     """
 
@@ -28,24 +28,24 @@ class NodeRecipe(NamedTuple):
 
 
 class MissingFieldError(Exception):
-    """The nodes of this version of PyTorch do not save what a rule asks for."""
+    """The nodes of this version of PyTorch do not save a field that a rule reads."""
 
 
 class NodeInput(NamedTuple):
-    """One input of a node, and what a rule may read: sizes, dtypes and numbers, but no tensor.
+    """One input of a node, as a rule may read it: sizes, dtypes and numbers, but no tensors.
 
-    Reading a saved tensor may run a checkpointed part again.
+    Reading a saved tensor could run a checkpointed part again.
     """
 
     operation: str
     node: Any
     positions: tuple[int, ...]
-    """The number of the input, or those of several whose blocks a formula gives together."""
+    """The number of the input, or of several whose blocks one formula gives together."""
     number_of_result: int = 0
 
     @property
     def position(self) -> int:
-        """The number of the input, the first one of several."""
+        """The number of the input, or of the first of several."""
         return self.positions[0]
 
     @property
@@ -70,15 +70,15 @@ class NodeInput(NamedTuple):
         return following._input_metadata[number]
 
     def has(self, field: str) -> bool:
-        """Whether nodes of this kind save something by this name."""
+        """Whether nodes of this kind save a field of this name."""
         return hasattr(type(self.node), f"_saved_{field}")
 
     def has_tensor(self, field: str) -> bool:
-        """Whether nodes of this kind save a tensor by this name."""
+        """Whether nodes of this kind save a tensor of this name."""
         return hasattr(type(self.node), f"_raw_saved_{field}")
 
     def number(self, field: str) -> Any:
-        """What the node saved that is not a tensor: a number, a flag, or several."""
+        """A saved value that is not a tensor: a number, a flag, or several of them."""
         if not self.has(field) or self.has_tensor(field):
             raise MissingFieldError(field)
         return getattr(self.node, f"_saved_{field}")
@@ -88,7 +88,7 @@ NodeRule = Callable[[NodeInput], NodeRecipe | None]
 
 
 class Registered(NamedTuple):
-    """A rule, and what it holds for, as :func:`of_nodes` describes it."""
+    """A rule, and the cases that it holds for; see :func:`of_nodes`."""
 
     rule: NodeRule
     holds_for_complex: bool
@@ -110,9 +110,9 @@ def of_nodes(
     Args:
         operations: Names of classes without ``Backward0``: ``"Addmm"`` for ``AddmmBackward0``.
         holds_for_complex: Whether the rule is also right if the result or the input is complex.
-        holds_for_each_result: Whether the rule knows all results of a node, and not the first one
-            alone.
-        gives_several: Whether the rule knows the blocks of several inputs together, because one
+        holds_for_each_result: Whether the rule covers all results of a node, instead of only the
+            first one.
+        gives_several: Whether the rule gives the blocks of several inputs together, because one
             of them costs as much as all.
 
     Returns:
@@ -149,17 +149,17 @@ def node_rule(operation: str) -> NodeRule | None:
 def node_recipe(operation: str, node: Any, position: int, result: int = 0) -> NodeRecipe | None:
     """The recipe of one input of a node, for the cotangent of one of its results.
 
-    The rows are the sum of those for each result that has a cotangent.
+    The rows are the sum of the rows for each result that has a cotangent.
 
     Args:
-        operation: What the node differentiates: ``"Addmm"`` for ``AddmmBackward0``.
+        operation: The differentiated operation: ``"Addmm"`` for ``AddmmBackward0``.
         node: A node of autograd's graph. None of its saved tensors is read.
         position: The number of the input in ``node.next_functions``.
         result: The number of the result.
 
     Returns:
-        The recipe, or ``None`` where no rule knows the case, or where the nodes of this version of
-        PyTorch do not save what the rule asks for.
+        The recipe, or ``None`` if no rule covers the case, or if the nodes of this version of
+        PyTorch do not save a field that the rule reads.
 
     Raises:
         UnsupportedError: The gradient of the node is not that of any objective.
@@ -178,13 +178,13 @@ def joint_recipe(
     Its formula gives a block for each input, in the order of ``positions``, which is ascending.
 
     Args:
-        operation: As for :func:`node_recipe`.
-        node: As there.
+        operation: As in :func:`node_recipe`.
+        node: As in :func:`node_recipe`.
         positions: The numbers of the inputs.
         result: The number of the result.
 
     Returns:
-        The recipe, or ``None`` where each input has to have a recipe of its own.
+        The recipe, or ``None`` if each input needs a recipe of its own.
 
     Raises:
         UnsupportedError: The gradient of the node is not that of any objective.
@@ -196,9 +196,9 @@ def joint_recipe(
 
 
 def _recipe_of(registered: Registered, read: NodeInput) -> NodeRecipe | None:
-    """What a rule answers, if it holds and nodes of this kind save what it asks for."""
+    """The rule's recipe, if the rule holds and nodes of this kind save the fields it reads."""
     if read.node.next_functions[read.position][0] is None:
-        return None  # it has no gradient
+        return None  # the input has no gradient
     if read.number_of_result and not registered.holds_for_each_result:
         return None
     is_complex = read.node._input_metadata[read.number_of_result].dtype.is_complex
@@ -214,10 +214,10 @@ def _recipe_of(registered: Registered, read: NodeInput) -> NodeRecipe | None:
 
 
 def read_fields(node: Any, fields: tuple[str, ...]) -> tuple[Tensor, ...] | None:
-    """The saved tensors that a recipe names, or ``None`` where the node saved something else.
+    """The saved tensors that a recipe names, or ``None`` if the node saved something else.
 
-    A field may hold several tensors, or gaps between them: those that there are count, in order.
-    A tensor that is not dense, as a sparse matrix, suits no formula.
+    A field may hold several tensors, with gaps between them: gaps are skipped.
+    No formula accepts a tensor that is not dense, such as a sparse matrix.
     """
     found: list[Tensor] = []
     for field in fields:
@@ -236,10 +236,10 @@ def addend_at(
     prepare: Prepare | None = None,
     fields: tuple[str, ...] = (),
 ) -> NodeRecipe:
-    """The recipe of an input that is broadcast, and added with a factor to something else.
+    """The recipe of an input that is broadcast, multiplied by ``scale``, and added.
 
     For an elementwise function of the input, ``prepare`` multiplies the cotangent by the
-    derivative, from the tensors in ``fields``. It is a function of a module, to be cached.
+    derivative, from the tensors in ``fields``. It must be a module's function, to be cached.
     """
     equation = sum_equation(dims_of_one(read.shape), (dims_of_one(read.result),))
     formula = formula_of(equation, None, prepare, None, scale, read.is_complex)

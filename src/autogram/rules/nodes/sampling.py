@@ -11,7 +11,7 @@ from autogram.rules.sampling import blocks_of_images
 
 @of_nodes("GridSampler2D", "GridSampler3D")
 def _grid_sampler(read: NodeInput) -> NodeRecipe | None:
-    """The images, which all samples read. The places have no recipe."""
+    """The images, which all samples share. The places have no recipe."""
     if read.position:
         return None
     options = [read.number(x) for x in ("interpolation_mode", "padding_mode", "align_corners")]

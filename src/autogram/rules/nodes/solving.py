@@ -1,4 +1,4 @@
-"""Nodes of what a matrix solves, and of distances."""
+"""Nodes of linear systems and of distances."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autogram.rules.solving import differences, triangle_of
 
 @of_nodes("LinalgSolveEx")
 def _solve(read: NodeInput) -> NodeRecipe | None:
-    """The matrix of a linear system, for all samples the same."""
+    """The matrix of a linear system, if it is the same for all samples."""
     left = bool(read.number("left"))
     return _of_matrix(read, left, _prepared(left), ("A", "result"))
 
 
 @of_nodes("LinalgSolveTriangular")
 def _solve_triangular(read: NodeInput) -> NodeRecipe | None:
-    """The triangular matrix of a linear system, for all samples the same."""
+    """The triangular matrix of a linear system, if it is the same for all samples."""
     left, upper, is_unit = (bool(read.number(x)) for x in ("left", "upper", "unitriangular"))
     return _of_matrix(read, left, _prepared(left, upper, is_unit), ("self", "result"), ",ij")
 
@@ -30,7 +30,7 @@ def _solve_triangular(read: NodeInput) -> NodeRecipe | None:
 def _of_matrix(
     read: NodeInput, left: bool, prepare: Prepare, fields: tuple[str, ...], triangle: str = ""
 ) -> NodeRecipe | None:
-    """The recipe of a matrix, which may have dimensions of size one in front."""
+    """The recipe of a matrix, which may have leading dimensions of size one."""
     shape, result = read.shape, read.result
     is_vector = len(result) < 2 or result == shape[:-1]
     if read.position or is_vector or any(n != 1 for n in shape[:-2]):
@@ -47,7 +47,7 @@ def _prepared(left: bool, upper: bool | None = None, is_unit: bool = False) -> P
 
 
 def _solved(left: bool, upper: bool | None, is_unit: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The cotangent of the other side, negative, the solution, and the triangle if there is one."""
+    """The negative cotangent of the other side, the solution, and the triangle if there is one."""
     cotangent, matrix, solution = promoted(*tensors)
     matrix = matrix.reshape(matrix.shape[-2:])
     if upper is None:
@@ -82,6 +82,6 @@ def _from_second(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _differences(
     cotangent: Tensor, own: Tensor, other: Tensor, distances: Tensor
 ) -> tuple[Tensor, ...]:
-    """Factors with all dimensions of the result, also where the other points are broadcast."""
+    """Factors with all dimensions of the result, even where the other points are broadcast."""
     other = other.expand(*distances.shape[:-2], *other.shape[-2:])
     return differences(cotangent, own, other, distances)

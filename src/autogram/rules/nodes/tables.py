@@ -24,7 +24,7 @@ def _embedding(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("Index")
 def _index(read: NodeInput) -> NodeRecipe | None:
-    """``self[index]`` of an index, or a mask, in the first dimension alone."""
+    """``self[index]``, with an index or a mask in the first dimension alone."""
     first, *others = [saved.data is not None for saved in read.node._raw_saved_indices]
     if not first or any(others):
         return None
@@ -57,13 +57,13 @@ def _embedding_bag(read: NodeInput) -> NodeRecipe | None:
 
 
 def _padding(read: NodeInput) -> int | None:
-    """The row whose reads have no gradient. A negative number is none, also saved as unsigned."""
+    """The row whose reads have no gradient. Negative numbers, also saved as unsigned, mean none."""
     number = read.number("padding_idx")
     return number if 0 <= number < read.shape[0] else None
 
 
 def _rows(read: NodeInput, field: str, padding: int | None = None) -> NodeRecipe:
-    """The recipe of a table whose rows are the last dimensions of the result."""
+    """The recipe of a table whose rows fill the last dimensions of the result."""
     rank = len(read.result) - len(read.shape) + 1
     return NodeRecipe(_of_rows(read.shape[0], padding, rank), (field,))
 
