@@ -3,7 +3,7 @@
 The relevance of the patches for one class is passed from block to block. With A the attention maps
 of a block's heads, and dA the gradient of the class score,
 
-        R <- R + mean over heads of max(A * dA, 0) @ R,  starting at the identity.
+    R <- R + mean over heads of max(A * dA, 0) @ R,  starting at the identity.
 
 Chefer, Gur and Wolf, Generic Attention-model Explainability, 2021, arXiv:2103.15679. Without the
 gradients, this is the rollout of Abnar and Zuidema, Quantifying Attention Flow in Transformers,

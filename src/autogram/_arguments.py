@@ -1,4 +1,4 @@
-"""Arguments of engines and Jacobians, checked and brought into one form."""
+"""Checks the arguments of engines and Jacobians, and brings them into one form."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def check_modules(modules: tuple[nn.Module, ...]) -> None:
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer, of Python or NumPy. Truth values are none."""
+    """Whether a value is an integer, of Python or NumPy. Booleans are not."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real number, of Python or NumPy. Truth values are none."""
+    """Whether a value is a real number, of Python or NumPy. Booleans are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def count_of(name: str, value: Any, hint: str = "") -> int:
-    """The positive integer that an option is."""
+    """The value of an option that must be a positive integer."""
     if not is_integer(value) or value < 1:
         raise InvalidOptionError(
             f"The option `{name}` is {value!r}. Pass a positive integer{hint}."
@@ -81,7 +81,7 @@ def count_of(name: str, value: Any, hint: str = "") -> int:
 
 
 def not_negative(name: str, value: Any) -> float:
-    """The number that an option is: zero or a positive one."""
+    """The value of an option that must be a number, zero or positive."""
     if not (is_number(value) and value >= 0):
         raise InvalidOptionError(
             f"The option `{name}` is {value!r}. Pass zero or a positive number."
@@ -90,7 +90,7 @@ def not_negative(name: str, value: Any) -> float:
 
 
 def dim_of(batch_dim: Any) -> BatchDim:
-    """The dimension that counts the samples, or another value that the option may have."""
+    """The dimension that counts the samples, or another allowed value of the option."""
     if batch_dim is None or (isinstance(batch_dim, str) and batch_dim == "auto"):
         return None if batch_dim is None else "auto"
     if not is_integer(batch_dim):
@@ -102,7 +102,7 @@ def dim_of(batch_dim: Any) -> BatchDim:
 
 
 def check_options(verify: Verify, unseen: Unseen) -> None:
-    """Refuses values that an engine's options cannot have."""
+    """Refuses invalid values of an engine's options."""
     if not _is_among(verify, get_args(Verify)):
         raise InvalidOptionError(
             f'`verify` is {verify!r}. Pass "first" (new calls, and at least each 64th), '
@@ -115,7 +115,7 @@ def check_options(verify: Verify, unseen: Unseen) -> None:
 
 
 def refuse_options(made: object, unknown: Iterable[str], known: Callable[..., None]) -> None:
-    """Refuses options that a class does not have: those that its ``__init__`` does not name."""
+    """Refuses options that a class does not know: its ``__init__`` does not name them."""
     parameters = signature(known).parameters.values()
     kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     names = [x.name for x in parameters if x.kind in kinds and x.name != "self"]
@@ -144,19 +144,19 @@ def is_retained(retain_graph: object) -> bool:
 
 
 def _is_among(value: object, choices: Sequence[str]) -> bool:
-    """Whether a value is one of some texts. Arrays are compared with each element."""
+    """Whether a value is one of some texts. ``in`` alone would compare an array's elements."""
     return isinstance(value, str) and value in choices
 
 
 def without_values(tensor: Tensor) -> str:
-    """What a tensor is that has a shape and no values, or an empty text for any other."""
+    """Describes a tensor that has a shape but no values; empty text for any other tensor."""
     if isinstance(tensor, FakeTensor):
         return "a fake tensor"
     return "on the device `meta`" if tensor.is_meta else ""
 
 
 def check_values(losses: Tensor) -> None:
-    """Refuses losses that have a shape and no values."""
+    """Refuses losses that have a shape but no values."""
     if not losses.numel():
         return
     is_in_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
@@ -170,9 +170,9 @@ def check_values(losses: Tensor) -> None:
 
 
 def check_losses(losses: Tensor, batch_dim: BatchDim, told: set[str]) -> None:
-    """Refuses losses that have no Jacobian, and warns of one number for a whole batch.
+    """Refuses losses without a Jacobian, and warns of one number for a whole batch.
 
-    ``told`` has the warnings that the user was given.
+    ``told`` holds the warnings that the user has already received.
     """
     check_values(losses)
     if losses.dtype.itemsize == 1 and losses.is_floating_point():
@@ -245,7 +245,7 @@ def check_square(gramian: Tensor) -> None:
 
 
 def labels(by: Grouping | None, names: Names) -> dict[Tensor, str]:
-    """The group of each parameter that is in a group; by default, a group of its own."""
+    """The group of each grouped parameter; by default, each parameter is its own group."""
     if by is None or callable(by):
         return {parameter: by(name) if by else name for parameter, name in names.items()}
     if hasattr(by, "param_groups"):
@@ -315,7 +315,7 @@ def direction_of(direction: Direction, names: Names) -> dict[Tensor, Tensor]:
 
 
 def check_related(names: Names, others: Names) -> None:
-    """Refuses Jacobians that have no parameter in common."""
+    """Refuses Jacobians without a common parameter."""
     if names.keys().isdisjoint(others):
         raise InvalidOperandError(
             "The two Jacobians have no parameter in common. Both must be of the same modules: "
@@ -324,8 +324,8 @@ def check_related(names: Names, others: Names) -> None:
 
 
 def check_selection(objectives: object, names: object) -> None:
-    """Refuses what selects other rows than it seems to."""
-    if type(objectives).__name__ in ("bool", "bool_"):  # also those of NumPy
+    """Refuses selections whose rows are not those that they seem to select."""
+    if type(objectives).__name__ in ("bool", "bool_"):  # NumPy's too
         raise InvalidOperandError(
             f"`objectives` is {objectives!r}. Pass the number of an objective, a list of numbers, "
             "or a mask `(m,)`."
@@ -335,7 +335,7 @@ def check_selection(objectives: object, names: object) -> None:
 
 
 def parameter_of(name: str, names: Names) -> Tensor:
-    """The parameter of some name."""
+    """The parameter with this name."""
     for parameter, its_name in names.items():
         if its_name == name:
             return parameter

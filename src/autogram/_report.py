@@ -57,7 +57,7 @@ class Report:
         per_sample: The number K of objectives per sample, and of backward passes through the
             activations.
         parameters: One entry for each parameter with a use on which the losses depend.
-        uncovered: For any other parameter, by name, why it is not in the Gramian.
+        uncovered: For any other parameter, by name, the reason that it is not in the Gramian.
     """
 
     samples: int = 0
@@ -114,7 +114,7 @@ class Report:
 
     @property
     def _notes(self) -> list[str]:
-        """Notes beside the table, a sentence or two each."""
+        """Notes below the table, a sentence or two each."""
         lines = [
             "Rows, factors: the cost of either way in multiply-adds and memory traffic. The plan "
             "is the cheaper way.",
@@ -135,7 +135,7 @@ class Report:
 
 _NOTHING = "No Gramian has been computed yet."
 
-# Why a parameter is not in the Gramian, by whether it is trainable; `None` if it is left out.
+# Reasons that a parameter is not in the Gramian, by whether it is trainable; `None`: left out.
 _UNCOVERED = {
     True: "has no use with a gradient from the losses: its columns of J are zero.",
     False: "does not require a gradient.",
@@ -160,7 +160,7 @@ def make_report(summary: Summary) -> Report:
 
 
 def _of_parameter(name: str, blocks: Sequence[BlockSummary], summary: Summary) -> ParameterReport:
-    """The report on one parameter, with its columns planned again, from shapes alone."""
+    """The report on one parameter; its columns are planned again, from shapes alone."""
     first = blocks[0]
     region = next(of for source, of in first.sources if source == name)
     columns, whole = Columns(region, Devices(summary.limit).on(first.device)), region.canonical
@@ -209,10 +209,10 @@ def _block(of: BlockSummary) -> Block | Lookup:
 
 
 def _flops_of_rows(block: Block | Lookup, region: Region) -> int:
-    """Floating-point operations that make rows of a block."""
+    """Floating-point operations to form the rows of a block."""
     if isinstance(block, Lookup):
         return block.cotangents.numel()
-    block = block.reorder(region.order)  # an index of size one stands in no operand
+    block = block.reorder(region.order)  # indices of size one occur in no operand
     return 2 * find_path(block.equation, block.shapes).multiplications
 
 
@@ -224,7 +224,7 @@ def _gradient_flops(block: Block | Lookup) -> int:
 
 
 def _table(parameters: Iterable[ParameterReport]) -> list[tuple[str, ...]]:
-    """The words of the table, with a line for each parameter."""
+    """The texts of the table, with a line for each parameter."""
     head = ("parameter", "shape", "calls", "samples in", "plan", "rows", "factors")
     lines: list[tuple[str, ...]] = [(*head, "FLOP", "bytes", "share")]
     lines += [
@@ -245,7 +245,7 @@ def _table(parameters: Iterable[ParameterReport]) -> list[tuple[str, ...]]:
 
 
 def _call(use: UseReport) -> str:
-    """A call by its function, with notes: a fallback, a rule that is not autogram's, derived."""
+    """A call's function, with notes: a fallback, a rule from outside of autogram, derived."""
     rule = use.rule or "fallback"
     notes = [] if rule.startswith("autogram.") else [rule]
     if use.is_derived:
@@ -254,12 +254,12 @@ def _call(use: UseReport) -> str:
 
 
 def _several(words: Iterable[str]) -> str:
-    """Words, each once, with how often it occurs."""
+    """Each distinct word, with its number of occurrences."""
     counts = Counter(words)
     return ", ".join(word if n == 1 else f"{n} x {word}" for word, n in counts.items())
 
 
 def _short(number: int) -> str:
-    """A number in units that leave three digits."""
+    """A number, in units that leave three digits."""
     power = min(5, (len(str(number)) - 1) // 3)
     return f"{number / 1000**power:.3g} {' kMGTP'[power].strip()}"

@@ -19,9 +19,9 @@ from autogram.errors import InvalidOperandError, NonFiniteError, listed
 
 Weighting = Callable[[Tensor], Tensor]
 
-_ZERO = torch.zeros((), device="cpu")  # beside tensors of any device, without a launch
+_ZERO = torch.zeros((), device="cpu")  # combines with tensors of any device, without a launch
 
-# Weightings of torchjd for matrices that use the number of rows alone, so that a Gramian will do.
+# Weightings of torchjd that only need the number of rows, so that they also accept a Gramian.
 _FOR_ANYTHING = {"ConstantWeighting", "MeanWeighting", "RandomWeighting", "SumWeighting"}
 
 
@@ -47,7 +47,7 @@ def check_weighting(weighting: Any) -> None:
             "needs weights. Pass "
             + (f"`{name}().gramian_weighting`." if has_weighting else f"the rows to it: {rows}.")
         )
-    while kinds := _kinds_in_torchjd(weighting):  # a weighting may be inside another
+    while kinds := _kinds_in_torchjd(weighting):  # one weighting may contain another
         name = type(weighting).__name__
         maps = getattr(getattr(weighting, "fn", None), "__name__", "")
         if "_Composition" in kinds and maps == "compute_gramian":
@@ -65,14 +65,14 @@ def check_weighting(weighting: Any) -> None:
 
 
 def _kinds_in_torchjd(value: Any) -> set[str]:
-    """The names of the classes of torchjd that a value is of. torchjd need not be installed."""
+    """The names of a value's classes, if they are torchjd's. torchjd need not be installed."""
     return {c.__name__ for c in type(value).__mro__ if c.__module__.split(".")[0] == "torchjd"}
 
 
 def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
-    """The weights that a user's function gives, detached, in at least float32.
+    """The weights from a user's function, detached, in at least float32.
 
-    Of no objectives, it is not called.
+    Without objectives, the function is not called.
     """
     if not len(gramian):
         return gramian.new_zeros(0)
@@ -94,7 +94,7 @@ def weights_by(weighting: Weighting, gramian: Tensor) -> Tensor:
 
 
 def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False) -> Tensor:
-    """Weights as ``(k, b)``, or as ``(s, k, b)`` if several vectors were given, and can be."""
+    """Weights as ``(k, b)``; or as ``(s, k, b)``, if several vectors are given and allowed."""
     if not isinstance(w, Tensor):
         raise InvalidOperandError(
             f"A {type(w).__name__} was given. Pass one tensor with an element for each objective, "
@@ -117,8 +117,8 @@ def weights_of(w: Tensor, objectives: Objectives, *, can_be_stack: bool = False)
 class FiniteWeights:
     """Refuses weights that are not finite, for an engine and its Jacobians.
 
-    On a CPU, at once. On a GPU, a step would have to wait for its own weights. Instead, the
-    device replaces them by zeros, and a later call raises the error.
+    On a CPU, it does so at once. On a GPU, a step would have to wait for its own weights;
+    instead, the device replaces them by zeros, and a later call raises the error.
     """
 
     def __init__(self, replays: Replays) -> None:
@@ -126,15 +126,15 @@ class FiniteWeights:
         self._unread: list[Flag] = []  # whether the weights of earlier calls were finite
 
     def usable(self, weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = None) -> Tensor:
-        """Weights that may be multiplied into ``.grad``, or zeros if they are refused later.
+        """Weights to multiply into ``.grad``, or zeros if they will be refused later.
 
         Args:
             weights: Real numbers.
-            dtype: That of the products, in which the weights have to be finite.
-            gramian: What the weights were computed from, for the message.
+            dtype: The dtype of the products, in which the weights must be finite.
+            gramian: The Gramian that the weights were computed from, for the message.
 
         Raises:
-            NonFiniteError: They are not finite, and the host has them.
+            NonFiniteError: They are not finite, and the host knows it.
         """
         if _is_read_at_once(weights.device) or not weights.numel():
             check_finite(weights, dtype, gramian)
@@ -143,13 +143,13 @@ class FiniteWeights:
         if not is_captured(weights.device):
             self._unread.append(Flag([is_finite]))
         elif self._replays.add([~is_finite]):
-            return weights  # nobody would read it: then the gradients have to show it
+            return weights  # nobody would read the flag: the gradients have to show it
         return torch.where(is_finite, weights, _ZERO)
 
     def check(self, *, waits: bool = False) -> None:
-        """Raises if weights of an earlier call were refused, as far as that is known by now.
+        """Raises if weights of an earlier call were refused, as far as the host knows.
 
-        If it ``waits`` for the device, all of that is known.
+        If it ``waits`` for the device, the host knows all.
         """
         for flag in tuple(self._unread):
             if not (waits or flag.has_arrived):
@@ -167,7 +167,7 @@ class FiniteWeights:
 
 def check_finite(weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = None) -> None:
     """Refuses weights that are not finite. Waits for the device."""
-    # Without a call of PyTorch that modes are shown: on a CPU, nothing waits.
+    # Avoids PyTorch calls that modes see: on a CPU, nothing waits.
     if not weights.numel() or isfinite(cast("float", _largest(weights, dtype).tolist())):
         return
     if gramian is None:
@@ -177,7 +177,7 @@ def check_finite(weights: Tensor, dtype: torch.dtype, gramian: Tensor | None = N
             "by zero or an overflow in their computation."
         )
     if not bool(gramian.isfinite().all()):
-        # A single row spoils its column in all other rows.
+        # One bad row spoils its column in all other rows.
         rows = _numbers_of(gramian.diagonal(), gramian.dtype)
         raise NonFiniteError(
             "The weights are infinite or not a number, and nothing was added to `.grad`. So is the "
@@ -205,7 +205,7 @@ def check_norms(norms: Tensor) -> None:
 
 
 def check_numbers(vector: Tensor, what: str = "A vector") -> None:
-    """Refuses what has no real numbers, or has them not one by one."""
+    """Refuses a vector without real numbers, or without a separate value for each."""
     is_real = not (vector.is_complex() or vector.is_quantized)
     if not is_real or vector.layout != torch.strided:
         raise InvalidOperandError(
@@ -220,17 +220,17 @@ def check_numbers(vector: Tensor, what: str = "A vector") -> None:
 
 
 def _is_read_at_once(device: torch.device) -> bool:
-    """Whether the host has the values of a tensor on a device without waiting."""
+    """Whether the host can read a tensor on a device without waiting."""
     return device.type == "cpu"
 
 
 def _largest(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """The largest absolute weight in a dtype, which no weight is if one is not a number."""
+    """The largest absolute weight in a dtype; not a number, if one weight is not."""
     largest: Tensor = torch.linalg.vector_norm(weights.detach().to(dtype), torch.inf)
     return largest
 
 
 def _numbers_of(values: Tensor, dtype: torch.dtype) -> str:
-    """The numbers of the objectives whose values are not finite in a dtype."""
+    """The numbers of the objectives whose values are not finite in a dtype, as text."""
     places = (~values.detach().to(dtype).isfinite()).flatten().nonzero().flatten()
     return listed([str(place) for place in places.tolist()])

@@ -9,7 +9,7 @@ __all__ = ["autogram"]
 
 
 def __getattr__(name: str) -> Any:
-    """The backend, which is imported where something is compiled: the entry point leads here."""
+    """The backend, imported only when something is compiled: the entry point leads here."""
     if name != "autogram":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from autogram._compiled.backend import autogram

@@ -37,20 +37,22 @@ def autogram(
     Args:
         graph: The graph.
         inputs: Examples of its inputs.
-        mode: As for inductor.
-        options: As for inductor. And ``"autogram.inner"``, which is ``"inductor"``, or
-            ``"aot_eager"`` to compile nothing below autograd, as for tests.
+        mode: As in inductor.
+        options: As in inductor. In addition, ``"autogram.inner"`` is ``"inductor"``, or
+            ``"aot_eager"`` to compile nothing below autograd, for example in tests.
         may_guess: Whether a size may tell that parameters are expanded over the samples.
 
     Returns:
-        What computes the outputs of the graph.
+        A function that computes the outputs of the graph.
     """
     own = dict(options or {})
     inner = own.pop("autogram.inner", "inductor")
     if names := missing():
         _tell_of_missing(names)
         return _unseen(inner, graph, inputs)
-    config = dict(torch._TorchCompileInductorWrapper(mode, own, None).config)  # checked, too
+    config = dict(
+        torch._TorchCompileInductorWrapper(mode, own, None).config
+    )  # this also checks them
     known = _kinds(graph, inputs)
     compile = COMPILERS[inner]
     if not torch.is_grad_enabled():
@@ -74,9 +76,9 @@ def autogram(
 
 
 def _checked(function: Callable[..., Any], frozen: Sequence[int]) -> Callable[..., Any]:
-    """A compiled function that refuses what PyTorch's guards may miss.
+    """A compiled function that refuses changes which PyTorch's guards may miss.
 
-    Before PyTorch 2.12, Dynamo may not notice that a parameter is freed:
+    Before PyTorch 2.12, Dynamo may not notice that a parameter starts to require gradients:
     https://github.com/pytorch/pytorch/issues/139476.
     """
     if not frozen:
@@ -98,7 +100,7 @@ def _checked(function: Callable[..., Any], frozen: Sequence[int]) -> Callable[..
 
 
 def _unseen(inner: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph, compiled so that explicit rows can be had, if this version of PyTorch lets it."""
+    """Compiles a graph for explicit rows, if this version of PyTorch can do that."""
     try:
         return COMPILERS[inner](_outer(graph, graph.forward), inputs, {}, None)
     except (ImportError, AttributeError):
@@ -108,7 +110,7 @@ def _unseen(inner: str, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callabl
 
 @cache
 def _tell_of_missing(names: tuple[str, ...]) -> None:
-    """Tells the user once that this version of PyTorch is not known."""
+    """Tells the user once that autogram does not know this version of PyTorch."""
     warn_user(
         "Take a version of PyTorch that `pyproject.toml` names, or a newer autogram. This version "
         f"of PyTorch ({torch.__version__}) does not have {listed(names)}, with which autogram sees "
@@ -119,10 +121,10 @@ def _tell_of_missing(names: tuple[str, ...]) -> None:
 
 
 def _outer(graph: fx.GraphModule, function: Callable[..., Any], *further: str) -> fx.GraphModule:
-    """A graph that calls a function in place of another graph, with further inputs.
+    """A graph that calls a function instead of another graph, with additional inputs.
 
-    AOTAutograd keeps in its cache what is made of calls that it knows. From there, it would give
-    backward passes that have no variants, and overwrite what others need.
+    AOTAutograd caches compiled graphs of calls that it knows. From its cache, it would return
+    backward passes that have no variants, and that overwrite tensors which others need.
     """
     outer, inputs = fx.Graph(), []
     for node in graph.graph.find_nodes(op="placeholder"):
@@ -144,11 +146,11 @@ def _outer(graph: fx.GraphModule, function: Callable[..., Any], *further: str) -
 
 
 def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> PartInputs:
-    """What the inputs of a graph are.
+    """Classifies the inputs of a graph.
 
-    Recordings that are open know it. Else, as where the recording of a module begins, masks and
-    indices without a dimension of samples are constants. What is taken for another one wrongly
-    costs time, and no exactness.
+    Open recordings know the kinds. Without one, as where a module's recording begins, masks and
+    indices without a dimension of samples count as constants. A wrong kind costs time, but never
+    correctness.
     """
     nodes = graph.graph.find_nodes(op="placeholder")
     parameters, others = [], []
@@ -178,7 +180,7 @@ def _kinds(graph: fx.GraphModule, inputs: Sequence[Any]) -> PartInputs:
 
 
 def _counts(x: Tensor) -> bool:
-    """Whether a tensor holds consecutive integers, as positions in a sequence."""
+    """Whether a tensor holds consecutive integers, such as positions in a sequence."""
     if (
         x.is_nested
         or x.is_floating_point()

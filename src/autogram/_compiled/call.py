@@ -1,4 +1,4 @@
-"""Calls of a compiled part: what an engine is shown of one, which lives as long as its graph."""
+"""Calls of a compiled part: an engine's view of one, which lives as long as its graph."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from autogram.errors import ChangedTensorError, listed
 
 
 class PartCall:
-    """What one engine is shown of a call of a part.
+    """One engine's view of a call of a part.
 
     Attributes:
-        roots: The engine's parameters among the arguments, and what is derived from them.
+        roots: The engine's parameters among the arguments, and tensors derived from them.
         rows_of: The positions of the inputs that get explicit rows through the call.
-        sizes: The numbers that the symbolic sizes of the part stand for.
+        sizes: The values of the part's symbolic sizes.
     """
 
     def __init__(
         self, part: Part, recording: Recording, args: Sequence[Any], derived: dict[int, Tracked]
     ) -> None:
         self.part, self.recording = part, recording
-        # Some versions of PyTorch call a part on whose parameters have been frozen since.
+        # Some versions of PyTorch still call a part when its parameters have been frozen.
         known = [i for i in part.parameters if args[i].requires_grad]
         own = {i: args[i] for i in known if args[i] in recording.names}
         self.roots = {**{i: track_parameter(x) for i, x in own.items()}, **derived}
@@ -66,7 +66,7 @@ class PartCall:
     def all_uses(self, node: Any) -> tuple[RuleUse | None, ...]:
         """Each use of the part, or ``None`` if it reads none of the engine's parameters.
 
-        They are made when the engine first asks for them.
+        They are created when the engine first asks for them.
         """
         if self._uses is None:
             tracked = {source: self._tracked(source, node) for source in self.part.sources}
@@ -76,16 +76,16 @@ class PartCall:
     def carried(
         self, node: Any, results: Sequence[Folded | None]
     ) -> tuple[dict[Use, Folded], dict[int, Folded | None]] | None:
-        """Where the backward pass takes the samples of its results, whatever the values are.
+        """Where the backward pass takes the samples of the results, whatever the values are.
 
         Args:
             node: The node of the call.
             results: Where the samples are in the results, or ``None`` without a cotangent.
 
         Returns:
-            The places in the cotangents of uses that have one, and in the gradients of the node's
-            inputs by position, ``None`` for zeros, but for those that depend on values; or ``None``
-            if those in a use do.
+            The places in the cotangents of uses that have one; and the places in the gradients of
+            the node's inputs by position, ``None`` for zeros, without those that depend on values.
+            ``None`` if the places in a use depend on values.
         """
         part, metadata = self.part, node._input_metadata
         if part.backward is None or len(node.next_functions) != len(part.tensors) + 1:
@@ -100,7 +100,7 @@ class PartCall:
         return own, {at: inputs[i] for at, i in enumerate(part.tensors) if i in inputs}
 
     def use_of_rows(self, edges: Mapping[int, GradientEdge], output: Tensor) -> FallbackUse:
-        """The use of what has no rule in the part, for a tensor that the call has computed."""
+        """The use of all calls in the part without a rule, for a tensor that it has computed."""
         rows = self.rows_of
         functions = list(dict.fromkeys(chain(*[self.part.rows.get(i, ()) for i in rows])))
         name = "a compiled part" + (f" ({listed(functions)})" if functions else "")
@@ -123,7 +123,7 @@ class PartCall:
         return RuleUse(self.recording, *known)
 
     def _tracked(self, source: Source, node: Any) -> Tracked | None:
-        """A tracked tensor of the part, if it is of parameters of the engine that get no rows."""
+        """A tracked tensor of the part, if it is of the engine's parameters and gets no rows."""
         roots = [self.roots[i] for i in source.inputs if i in self.roots]
         if not roots or self.part.has_rows(source):
             return None
@@ -158,10 +158,10 @@ class PartCall:
 
 
 class CompiledPart:
-    """What Dynamo calls: the compiled function of a part, with a record for each engine concerned.
+    """The function that Dynamo calls: a compiled part, with a record for each engine concerned.
 
-    ``function`` takes the arguments of the part, and what leads from it to engines.
-    ``compile_again`` makes a function for the part in which nothing is used by a guess.
+    ``function`` takes the arguments of the part, and a tensor that leads from it to engines.
+    ``compile_again`` makes a function for the part in which no use is a guess.
     """
 
     def __init__(
@@ -214,18 +214,18 @@ class CompiledPart:
 
 
 def _is_saved(given: Any) -> bool:
-    """Whether an argument is kept by the node."""
+    """Whether the node keeps an argument."""
     return isinstance(given, Tensor) and not given.is_inference()
 
 
 @lru_cache(maxsize=64)
 def nowhere(device: torch.device) -> Tensor:
-    """What the parts on a device are given where no engine sees the call."""
+    """The tensor that parts on a device get if no engine sees the call."""
     return torch.zeros((), device=device, requires_grad=True)
 
 
 def have_failed(recorders: Sequence[Recorder], tensors: Sequence[Tensor]) -> bool:
-    """Whether an engine has taken back a guess about what some tensors are computed from."""
+    """Whether an engine has withdrawn a guess about the origin of some tensors."""
     with torch._C.DisableTorchFunction():
         return any(x.recording.channel.unspread & _names(x, tensors) for x in recorders)
 
@@ -233,7 +233,7 @@ def have_failed(recorders: Sequence[Recorder], tensors: Sequence[Tensor]) -> boo
 def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int, Tracked]:
     """The inputs of a call that are computed from parameters alone, by position.
 
-    What the call reads in the place of others takes their place among the arguments.
+    It replaces arguments by the tensors that the call reads instead.
     """
     found: dict[int, Tracked] = {}
     for position, x in enumerate(args):
@@ -245,16 +245,17 @@ def _derived_inputs(recorder: Recorder, part: Part, args: list[Any]) -> dict[int
 
 
 def _names(recorder: Recorder, tensors: Sequence[Tensor]) -> set[str]:
-    """The names of an engine's parameters that some tensors are computed from."""
+    """The names of the engine's parameters that some tensors are computed from."""
     statuses = [recorder.statuses.tapped(x)[1] for x in tensors]
     sources = [p for status in statuses if isinstance(status, Tracked) for p in status.sources]
     return {recorder.recording.names[p] for p in sources}
 
 
 def _apart(args: Sequence[Any], read: Collection[int]) -> list[Any]:
-    """Arguments, of which those that are read at some positions lead into the call alone.
+    """Copies arguments, with views of those that are read at some positions.
 
-    Else a parameter would have what it contributes to a derived argument as well.
+    A view leads only into the call. Otherwise a parameter's gradient would also contain its
+    contribution to a derived argument.
     """
     found = list(args)
     if len(read) > 1 and any(args[i].grad_fn is not None for i in read):
@@ -269,12 +270,12 @@ def _with_rows(
     outputs: Sequence[Any],
     changed: Sequence[Tensor],
 ) -> list[Any]:
-    """What a call gives, behind taps for explicit rows of what has no rule in the part.
+    """The results of a call, with taps for explicit rows of calls that have no rule in the part.
 
-    Taps are on the tensors that the call has computed or changed. What is a view of one is made
-    again, from what is behind the tap.
+    Taps are on the tensors that the call has computed or changed. A view of such a tensor is
+    made again, from the tapped tensor.
     """
-    # The base of what is a view within the call alone has no graph.
+    # Within the call, the base of a view has no graph.
     pairs = [(base_of(x), x) for x in outputs if isinstance(x, Tensor)]
     own = {id(x): x for x in [x if base.grad_fn is None else base for base, x in pairs]}
     behind = {at: x for at, x in own.items() if calls_of(x.grad_fn) is calls}

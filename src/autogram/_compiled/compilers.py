@@ -1,7 +1,7 @@
-"""Compilers of the graphs behind a part: inductor, or AOTAutograd alone, with variants of backward.
+"""Compilers of a part's graphs: inductor, or AOTAutograd alone, with variants of backward.
 
-A backward pass may run behind another one over the same saved tensors, so that none may overwrite
-these.
+A backward pass may run after another one over the same saved tensors, so that neither may overwrite
+them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import fx
 from autogram._compiled.tracing.operator import DECOMPOSITIONS
 from autogram._undo import undone
 
-# Makes the backward pass of a part from its graph, from what compiles a variant of it, and from
-# what gives the decompositions of operators that are not taken as they are.
+# Makes the backward pass of a part from its graph, a compiler for its variants, and a function
+# that gives decompositions of operators that the compiler does not accept.
 MakeBackward = Callable[[fx.GraphModule, Callable[..., Any], Callable[[], Mapping[Any, Any]]], Any]
 
 
@@ -28,12 +28,12 @@ def _inductor(
     config: Mapping[str, Any],
     backward: MakeBackward | None,
 ) -> Callable[..., Any]:
-    """What computes a graph, and its backward pass as ``backward`` makes it, if it is given."""
+    """Compiles a graph, and its backward pass with ``backward``, if it is given."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
     def inner(graph: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if "get_decomp_fn" in kwargs:  # a table in its place has no entry in inductor's cache
+        if "get_decomp_fn" in kwargs:  # inductor's cache has no entry for a table
             kwargs["get_decomp_fn"] = select_decomp_table
         if not kwargs.get("is_backward"):
             return compile_fx_inner(graph, inputs, **kwargs)
@@ -94,10 +94,10 @@ COMPILERS = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Lets no other thread compile in a block, as where Dynamo compiles.
+    """Prevents other threads from compiling during a block, like Dynamo does.
 
-    What traces graphs has one state for all threads. A compiled function that is called meanwhile
-    takes the tracing for one of its own calls, unless it is told that something is compiled.
+    The state of tracing is shared by all threads. A compiled function called in the meantime
+    would take the tracing for one of its own calls, unless it is told that something compiles.
     """
     from torch._dynamo.convert_frame import compile_lock
 
@@ -109,10 +109,10 @@ def compiling() -> Iterator[None]:
 
 
 def _keep_saved_tensors() -> None:
-    """Tells AOTAutograd that a backward pass overwrites no saved tensor of the graph at hand.
+    """Tells AOTAutograd that a backward pass overwrites no saved tensor of the current graph.
 
-    Else inductor reuses their memory, and AOTAutograd refuses `retain_graph`. Both look at one
-    list, which is emptied where it is: AOTAutograd may have stored it in several places.
+    Otherwise inductor reuses their memory, and AOTAutograd refuses `retain_graph`. Both look at one
+    list. It is emptied in place, because AOTAutograd may have stored it in several places.
     """
     context = torch._guards.TracingContext.try_get()
     donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)

@@ -1,9 +1,9 @@
-"""The Gramian inside of a compiled backward pass: contractions as a part of its graph.
+"""The Gramian inside a compiled backward pass: contractions become part of its graph.
 
-Once it is certain where the samples are, nothing about the contractions of a part depends on
-values. They are traced on tensors without data, and put behind the cotangents of the graph. What
-remains is one result ``(k, b, k, b)``, and factors that die inside. For a fused step, rows or
-factors remain, too, by which gradients are computed once there are weights.
+Once the places of the samples are certain, nothing about the contractions of a part depends on
+values. They are traced on tensors without data, and appended to the graph after the cotangents. The
+graph then returns one result ``(k, b, k, b)``; most factors never leave it. For a fused step, it
+also returns rows or factors, from which gradients are computed once the weights are known.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from autogram._capture.uses import RuleUse
 class Inside(NamedTuple):
     """A use that is contracted in the graph."""
 
-    number: int  # in the part
-    use: RuleUse  # of some call, for its recipes and regions
+    number: int  # number in the part
+    use: RuleUse  # of some call, with recipes and regions
     layout: Folded
 
 
 class Asked(NamedTuple):
-    """What a pass asks for."""
+    """Requests of a pass."""
 
-    limit: int  # how many elements one intermediate result may have
-    form: Keep | None  # whether to keep factors or rows, or nothing
+    limit: int  # most elements of one intermediate result
+    form: Keep | None  # whether to keep factors, rows or nothing
 
 
 class KeptBlock(NamedTuple):
     """A block of a parameter, whose factors are among the results of a graph."""
 
-    use: int  # the number of a use that reads the parameter
-    read: int  # which of the tensors that the use reads it is
-    region: Region  # with the offset from the parameter's first element
+    use: int  # number of a use that reads the parameter
+    read: int  # number of the tensor among those that the use reads
+    region: Region  # offset from the parameter's first element
     equation: str
-    operands: int  # how many results the factors are
+    operands: int  # how many results hold the factors
 
 
 class Contracted(NamedTuple):
-    """What is contracted in a graph."""
+    """Results of the contractions in a graph."""
 
-    results: list[Any]  # the Gramian ``(k, b, k, b)``, and then the factors of all kept blocks
+    results: list[Any]  # the Gramian ``(k, b, k, b)``, then the factors of all kept blocks
     kept: list[KeptBlock]
-    taken: int  # how many elements of rows are kept that are larger than their factors
+    taken: int  # elements of kept rows that are larger than their factors
 
     def factors(
         self, uses: Sequence[RuleUse | None], results: Iterable[Tensor]
     ) -> dict[Tensor, list[Factors]]:
-        """What is kept for each parameter, from what the graph has given behind the Gramian."""
+        """The kept factors of each parameter, from the graph's results after the Gramian."""
         rest = iter(results)
         found: dict[Tensor, list[Factors]] = {}
         for block in self.kept:
@@ -83,9 +83,9 @@ class Contracted(NamedTuple):
 
 
 def key_of(inside: Sequence[Inside], asked: Asked, roots: Collection[int]) -> object:
-    """What the contractions of some uses depend on.
+    """A key of all that the contractions of some uses depend on.
 
-    ``roots`` are the arguments of the part that are an engine's: the uses have recipes for these.
+    ``roots`` are the part's arguments that belong to an engine: its uses have recipes for them.
     """
     parameters: dict[int, int] = {}
     regions = tuple(
@@ -112,17 +112,17 @@ def append_contractions(
     asked: Asked,
     decompositions: Mapping[Any, Any],
 ) -> Contracted:
-    """Puts the contractions of some uses behind a graph, which is changed.
+    """Appends the contractions of some uses to a graph, which it changes.
 
     Args:
         graph: The graph.
         inside: The uses.
-        tensors: For each, its cotangent, and what its rule saves.
-        asked: What is to be computed.
-        decompositions: Of the operators that the compiler does not take.
+        tensors: For each use, its cotangent, and the tensors that its rule saves.
+        asked: What to compute.
+        decompositions: For operators that the compiler does not accept.
 
     Raises:
-        OutsideError: A use is to be contracted outside.
+        OutsideError: A use must be contracted outside.
     """
     nodes = [node for of in tensors for node in of]
     values = [node.meta["val"] for node in nodes]
@@ -134,13 +134,13 @@ def append_contractions(
         contracted = _contract(inside, [[next(rest) for _ in of] for of in tensors], asked)
         return contracted.results
 
-    functional = torch.func.functionalize(contract)  # the compiler takes no changes in place
+    functional = torch.func.functionalize(contract)  # the compiler accepts no changes in place
     with values[0].fake_mode:
-        contract(*values)  # finds contractions, which would be traced, too
+        contract(*values)  # plans contractions, which would otherwise be traced, too
         traced = make_fx(functional, decomposition_table=dict(decompositions))(*values)
     traced.graph.eliminate_dead_code()
-    # Tensors may have other strides than those that were traced: a compiler may give them, and
-    # kernels do where PyTorch's kernels without data do not.
+    # Tensors may have other strides than traced: compilers may choose them, and kernels do where
+    # PyTorch's kernels without data do not.
     if any(_reads_strides(node) for node in traced.graph.nodes):
         raise OutsideError(inside[-1].number)
     copies: dict[fx.Node, fx.Node] = {}
@@ -157,19 +157,19 @@ def append_contractions(
 
 
 def _reads_strides(node: fx.Node) -> bool:
-    """Whether an operator takes elements by their places in memory."""
+    """Whether an operator reads elements by their places in memory."""
     return getattr(node.target, "overloadpacket", None) is torch.ops.aten.as_strided
 
 
 def _room_beside(taken: int, kernels: Kernels) -> Room:
-    """The room of a device beside rows that were taken before."""
+    """The room that a device has left beside rows that are already kept."""
     return lambda device, elements: taken + elements <= kernels.room(device)
 
 
 def _contract(
     inside: Sequence[Inside], tensors: Sequence[Sequence[Tensor]], asked: Asked
 ) -> Contracted:
-    """The Gramian of all that some uses read, and what is kept."""
+    """The Gramian of all that some uses read, and the kept blocks."""
     found = _columns(inside, tensors, Limit(asked.limit))
     taken, kept = 0, list[KeptBlock]()
     factors: list[Tensor] = []
@@ -205,13 +205,13 @@ def _columns(
     for (number, use, layout), (cotangent, *saved) in zip(inside, tensors, strict=True):
         try:
             blocks = use.contributions(layout, cotangent.unsqueeze(0), tuple(saved), limit)
-        except RuntimeError as error:  # a formula that reads values
+        except RuntimeError as error:  # a formula reads values
             raise OutsideError(number) from error
         for tracked, region, block in blocks:
             parameter = tracked.sources[0]
             whole = regions.setdefault(id(parameter), region.canonical)
             if whole != region.canonical or prod(whole.shape) != parameter.numel():
-                raise OutsideError(number)  # parts of a parameter are put together by strides
+                raise OutsideError(number)  # parts of a parameter are joined by strides
             columns = found.get(id(parameter))
             if columns is None:
                 kernels = devices.on(parameter.device)

@@ -1,9 +1,9 @@
 """Functions that Dynamo does not compile.
 
-Dynamo compiles each Python function that is called where it gives up what it was to compile. Inside
-of a recording, the recorder is such a function: each torch call would be compiled alone, until the
-limit of recompilations is reached. And where it compiles a whole step, it would compile what an
-engine does in its passes.
+When Dynamo gives up compiling a function, it compiles each Python function that this one calls.
+Within a recording, the recorder is such a function: each torch call would be compiled alone, until
+the limit of recompilations is reached. And when Dynamo compiles a whole step, it would compile the
+engine's own work in its passes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _OWN: tuple[Any, ...] = (Recorder.__torch_function__, Session.begin, Session.end
 
 
 def leave_alone() -> None:
-    """Lets Dynamo skip the recorder's functions, and what they call. It still inlines them."""
+    """Makes Dynamo skip the recorder's functions, and what they call. It still inlines them."""
     for function in _OWN:
         _skip(function)
 
 
 def stay_outside(*owners: type) -> None:
-    """Lets Dynamo break the graph where it compiles code that calls methods of some classes.
+    """Makes Dynamo break the graph where compiled code calls methods of some classes.
 
-    The methods run as they are, and so does all that they call.
+    The methods, and all that they call, run uncompiled.
     """
     for owner in owners:
         for member in vars(owner).values():
@@ -38,14 +38,14 @@ def stay_outside(*owners: type) -> None:
 
 
 def _is_own(function: FunctionType) -> bool:
-    """Whether a function's code is of this package, and not of a decorator that others share."""
+    """Whether a function's code is from this package, and not from a shared decorator."""
     name: str = function.__globals__["__name__"]
     return name.split(".")[0] == __name__.split(".")[0]
 
 
 def _skip(function: Any) -> None:
-    """Lets Dynamo skip a function that is called, and all that it calls."""
-    with suppress(ImportError):  # of another version of PyTorch: they are compiled, and exact
+    """Makes Dynamo skip a function when it is called, and all that it calls."""
+    with suppress(ImportError):  # another version of PyTorch: they are compiled, which is exact
         from torch._C._dynamo.eval_frame import (
             _FrameAction,
             _FrameExecStrategy,

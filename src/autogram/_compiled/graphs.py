@@ -15,14 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autogram._compiled.tracing.operator import SHOW
 
 Form = tuple[Any, ...]
-"""The shapes and strides of the inputs of a graph, and the numbers among them."""
+"""Shapes and strides of a graph's inputs, and the numbers among them."""
 
 # Views that read each element once.
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.permute.default)
 
 
 def shows_in(module: fx.GraphModule) -> list[fx.Node]:
-    """Where cotangents are shown, in the order of the pass."""
+    """The nodes that show cotangents, in the order of the pass."""
     return [node for node in module.graph.nodes if node.target is SHOW]
 
 
@@ -33,10 +33,10 @@ def results(module: fx.GraphModule) -> list[Any]:
 
 
 def arguments_of_gradients(module: fx.GraphModule) -> list[int | None]:
-    """The position of the argument that each result is the gradient of.
+    """For each result, the position of the argument that it is the gradient of.
 
-    Arguments that share memory are one input, before all others, if one of them is changed in
-    place. The gradient of that has no position.
+    If one of the arguments that share memory is changed in place, these become a single input,
+    before all others. Its gradient has no position.
     """
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
@@ -45,25 +45,25 @@ def arguments_of_gradients(module: fx.GraphModule) -> list[int | None]:
 
 
 def dtypes(module: fx.GraphModule) -> set[torch.dtype]:
-    """Those of all floating-point numbers in a graph: what its results are as precise as."""
+    """The dtypes of all floating-point numbers in a graph: they limit the results' precision."""
     values = [node.meta.get("val") for node in module.graph.nodes]
     dtypes = {value.dtype for value in values if isinstance(value, Tensor)}
     return {dtype for dtype in dtypes if dtype.is_floating_point}
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The node that another is an alias of."""
+    """The node of which another is an alias."""
     while node.target in (SHOW, torch.ops.aten.detach.default, torch.ops.aten.alias.default):
         node = arguments(node)[0]
     return node
 
 
 def written_once(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """What to read in place of a node, and what all others read.
+    """Replaces a node by one that all its readers read, and returns that one.
 
-    A view of an elementwise result is computed as such: a product by one, which the compiler fuses
-    with the result. Else inductor writes what has several readers in the order of the result, and
-    copies it for readers that want the order of the view, as convolutions do.
+    A view of an elementwise result is written by a product by one, which the compiler fuses with
+    the result. Otherwise inductor writes a result with several readers in its own order, and
+    copies it for readers that need the order of the view, such as convolutions.
     """
     base = node
     while base.target in _VIEWS:
@@ -96,7 +96,7 @@ def copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def finished(module: fx.GraphModule, results: Sequence[Any]) -> fx.GraphModule:
-    """A graph with other results, and without what they do not need."""
+    """A graph with other results, and without unneeded nodes."""
     output = module.graph.output_node()
     output.args = (tuple(results),)
     output.meta.pop("desc", None)
@@ -120,12 +120,12 @@ def fixed(
     args: Sequence[Any],
     decompositions: Mapping[Any, Any],
 ) -> tuple[fx.GraphModule, dict[fx.Node, Any], list[Any]]:
-    """A graph with numbers in place of symbolic sizes, as contractions are planned for numbers.
+    """A graph with numbers instead of symbolic sizes, because contractions are planned for numbers.
 
-    It computes what is wanted of a graph, whose output is changed, from inputs of one form.
+    It computes the wanted nodes of a graph, whose output it changes, from inputs of one form.
 
     Returns:
-        The new graph, its nodes by those that were wanted, and examples of its inputs.
+        The new graph, its nodes by the wanted ones, and examples of its inputs.
     """
     nodes = list(dict.fromkeys(wanted))
     module.graph.output_node().args = (tuple(nodes),)
@@ -144,7 +144,7 @@ def fixed(
 
 
 def _compute_less(graph: fx.Graph) -> None:
-    """Lets operators with several gradients (convolutions) compute those that are used."""
+    """Makes operators with several gradients (convolutions) compute only the used ones."""
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None:

@@ -1,7 +1,7 @@
 """Private names of PyTorch that the backend uses, and what PyTorch would have to offer instead.
 
-Nothing else in this package names what PyTorch keeps to itself. When the backend is first used, all
-of `PRIVATE_NAMES` are looked for. Where one is missing, parts are compiled without taps.
+No other file of this package uses private names. The first use of the backend looks for
+all of `PRIVATE_NAMES`. If one is missing, parts are compiled without taps.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ _ISSUES = "https://github.com/pytorch/pytorch/issues/"
 _JOINT = f"a backend that is given the joint graph, {_ISSUES}91356"
 _SEVERAL = f"several backward passes for one forward pass, {_ISSUES}128234"
 
-# Keys: what would make some names unnecessary, with the public request if there is one. Names:
-# a module, and the name there, of which a part may follow a dot: also an attribute of instances.
+# Keys: the feature that would make some names unnecessary, with the public request if there is one.
+# Names: a module and a name in it, perhaps with an attribute after a dot, also of instances.
 PRIVATE_NAMES = {
     _JOINT: (
         "torch._subclasses.functional_tensor:FunctionalTensor",
@@ -70,7 +70,7 @@ PRIVATE_NAMES = {
     ),
 }
 
-# What Dynamo and AOTAutograd write onto objects and read there. Nothing fails where there is none.
+# Marks that Dynamo and AOTAutograd write onto objects and read there. A missing mark is no error.
 MARKS = {
     _JOINT: ("torch.fx:Node._dynamo_source", "torch.fx:GraphModule._param_name_to_source"),
     _SEVERAL: ("torch._functorch:_boxed_call",),
@@ -82,7 +82,7 @@ MARKS = {
 
 @cache
 def missing() -> tuple[str, ...]:
-    """The names that this version of PyTorch does not have."""
+    """The names that this version of PyTorch lacks."""
     names = (name for names in PRIVATE_NAMES.values() for name in names)
     return tuple(name.replace(":", ".") for name in names if not _is_there(name))
 
@@ -101,6 +101,6 @@ def _is_there(name: str) -> bool:
 
 
 def _written_by_instances(owner: object) -> tuple[str, ...]:
-    """The names that a class writes or reads where it makes an instance."""
+    """The names that a class writes or reads when it creates an instance."""
     code = getattr(getattr(owner, "__init__", None), "__code__", None)
     return () if code is None else code.co_names

@@ -1,4 +1,4 @@
-"""Lets Dynamo find the backend by its name, without importing either of them."""
+"""Lets Dynamo find the backend by name, without importing either of them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ENTRY_POINT = "[torch_dynamo_backends]\nautogram = autogram._compiled:autogram\
 
 
 def register() -> None:
-    """Makes the backend known to Dynamo, which looks for it where something is compiled.
+    """Tells Dynamo about the backend. Dynamo looks for it when something is compiled.
 
-    Dynamo looks for entry points, once. Those of an installed package are found anyway.
+    Dynamo looks for entry points only once. It finds those of an installed package anyway.
     """
-    if "torch._dynamo" in sys.modules:  # and may have looked
+    if "torch._dynamo" in sys.modules:  # it may have looked already
         from torch._dynamo import register_backend
 
         from autogram._compiled.backend import autogram
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def _is_installed() -> bool:
-    """Whether the entry point is among those of packages."""
+    """Whether the entry point is among those of installed packages."""
     try:
         return bool(distribution(DISTRIBUTION).entry_points)
     except PackageNotFoundError:
@@ -40,7 +40,7 @@ def _is_installed() -> bool:
 class _Metadata(Distribution):
     """The entry point of a package that is imported from its source.
 
-    The name is another than that of the package, whose metadata may be there, from an older version
+    Its name differs from the package's, whose metadata may exist from an older version
     without the entry point.
     """
 
@@ -53,7 +53,7 @@ class _Metadata(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """Finds metadata where those of all packages are looked for. Modules are found by others."""
+    """Finds metadata where those of all packages are looked for. It finds no modules."""
 
     def find_spec(self, *_: Any) -> None:
         return None

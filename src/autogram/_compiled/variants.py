@@ -1,12 +1,13 @@
 """Variants of the compiled backward pass of a part, over one set of saved tensors.
 
-- ``full``: what PyTorch compiles, with the gradients of all inputs;
-- ``taps``: the cotangents of the part's uses with what their rules save, and no parameters';
-- ``gramian``: the same, with the part of the Gramian of uses that are contracted inside, and in a
-  fused step what their gradients are computed from;
-- ``rows``: the gradients of some inputs alone.
+- ``full``: PyTorch's own, with the gradients of all inputs;
+- ``taps``: the cotangents of the part's uses with the tensors that their rules save, without
+  gradients of parameters;
+- ``gramian``: the same, with the part of the Gramian from uses that are contracted inside, and, in
+  a fused step, the tensors from which their gradients are computed;
+- ``rows``: the gradients of some inputs only.
 
-Which of them runs is decided by whose backward pass it is.
+The pass that is running decides which of them runs.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from autogram._compiled.graphs import (
 )
 from autogram._compiled.tracing.part import Part
 
-# So many sets of sizes get graphs of their own, where sizes are open: compiling one takes seconds.
+# With open sizes, at most so many sets of sizes get their own graphs: compiling one takes seconds.
 _MOST_FORMS = 8
 
 Compiled = Callable[[list[Any]], Sequence[Any]]
@@ -61,19 +62,19 @@ Compile = Callable[[fx.GraphModule, Sequence[Any] | None], Compiled]
 
 
 class _Variant(NamedTuple):
-    """A compiled graph, which takes the inputs in a list, and may empty it."""
+    """A compiled graph, which takes its inputs in a list, and may empty it."""
 
     run: Compiled
-    # By use: the places of its cotangent, and of what its rule saves, among inputs and results.
+    # By use: the places of its cotangent and of its rule's saved tensors, among inputs and results.
     shown: Mapping[int, Sequence[int]] = MappingProxyType({})
-    contracted: Contracted | None = None  # directly behind the results for autograd
+    contracted: Contracted | None = None  # results right after those for autograd
 
 
 class Backward:
     """The backward pass of a part, as autograd calls it.
 
-    In the graph, the operator marks where to show. ``compile`` compiles a variant of it, for inputs
-    like some examples, and ``decompositions`` gives those of operators that it does not take.
+    Operators in the graph mark where to show cotangents. ``compile`` compiles a variant for inputs
+    like some examples; ``decompositions`` gives those of operators that it does not accept.
     """
 
     def __init__(
@@ -83,28 +84,30 @@ class Backward:
         compile: Compile,
         decompositions: Callable[[], Mapping[Any, Any]],
     ) -> None:
-        self._boxed_call = True  # AOTAutograd reads this: it gives a list, which may be emptied
+        self._boxed_call = True  # AOTAutograd reads this: it passes a list, which may be emptied
         self._part, self._graph, self._compile = part, graph, compile
         part.backward = graph
         self._dtypes = dtypes(graph)
         self._decompositions = decompositions
         self._results = len(results(graph))
         self._gradients_of = arguments_of_gradients(graph)
-        self._forms: set[Form] = {()}  # those that have graphs of their own; () for all
+        self._forms: set[Form] = {()}  # forms with their own graphs; () stands for all
         self._variants: dict[Any, _Variant] = {}
         self._outside: dict[Keep | None, set[int]] = {}  # numbers of uses, by what is kept
         self._tracing = torch._guards.TracingContext.try_get()
         self._is_guarded = True
         if part.sizes.are_open:
-            # Compiled now, what a compiler asks of sizes becomes a guard of the part. Later, it
-            # would hold for the sizes of one call, and be used for all.
+            # Compiled now, a compiler's conditions on sizes become guards of the part. Later, they
+            # would hold for the sizes of one call, but be used for all.
             self._variant("full", self._without_taps)
-            with suppress(Exception):  # the compiler's: this one, for engines, runs uncompiled then
+            with suppress(
+                Exception
+            ):  # the compiler failed: this variant, for engines, then runs uncompiled
                 self._variant("taps", self._with_taps)
             self._is_guarded = False
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Runs the variant that the running pass is to have."""
+        """Runs the variant that the running pass needs."""
         node, current = torch._C._current_autograd_node(), running_pass()
         if current is not None:
             own = (x for x in calls_of(node) if x.recording.channel is current.channel)
@@ -117,14 +120,14 @@ class Backward:
         return self._variant("full", self._without_taps).run(args)
 
     def _rows(self, args: list[Any], kept: tuple[int, ...]) -> Sequence[Any]:
-        """The gradients of some inputs alone."""
+        """The gradients of some inputs only."""
         if not kept:
             args.clear()
             return (None,) * self._results
         return self._variant(kept, partial(self._without_taps, kept)).run(args)
 
     def _taps(self, args: list[Any], call: PartCall, node: Any, current: Pass) -> Sequence[Any]:
-        """Shows the cotangents of the uses, and gives what goes on to other nodes."""
+        """Shows the cotangents of the uses, and returns the results for other nodes."""
         call.recording.dtypes |= self._dtypes
         uses = call.all_uses(node)
         given = list(args)
@@ -150,7 +153,7 @@ class Backward:
     def _choose(
         self, call: PartCall, uses: Sequence[RuleUse | None], args: Sequence[Any], current: Pass
     ) -> tuple[Sequence[Inside], _Variant]:
-        """What is contracted inside, and the variant that does it."""
+        """The uses to contract inside, and the variant that does it."""
         receiver = current.receiver
         ask = getattr(receiver, "layouts_inside", None)
         while ask is not None:
@@ -163,7 +166,7 @@ class Backward:
                 break
             self._forms.add(form)
             try:
-                for keep in (receiver.form, "auto"):  # where there is no room for larger rows
+                for keep in (receiver.form, "auto"):  # if there is no room for larger rows
                     asked = Asked(receiver.limit.elements, keep)
                     make = partial(self._with_taps, inside, asked, args if form else None)
                     variant = self._variant((key_of(inside, asked, call.roots), form), make)
@@ -172,7 +175,7 @@ class Backward:
                         break
             except OutsideError as error:
                 outside.add(error.number)
-            except Exception:  # the compiler's: what it cannot compile, the engine contracts itself
+            except Exception:  # the compiler failed: the engine contracts these uses
                 outside.update(of.number for of in inside)
             else:
                 return inside, variant
@@ -187,7 +190,7 @@ class Backward:
         return found
 
     def _without_taps(self, kept: Collection[int] | None = None) -> _Variant:
-        """The graph as if it was not recorded, with the gradients of some inputs, or of all."""
+        """The graph as if unrecorded, with the gradients of some inputs, or of all."""
         module = copied(self._graph)
         for node in shows_in(module):
             node.replace_all_uses_with(arguments(node)[0])
@@ -203,9 +206,9 @@ class Backward:
         asked: Asked | None = None,
         args: Sequence[Any] | None = None,
     ) -> _Variant:
-        """The graph without gradients of parameters, and with what is shown behind its results.
+        """The graph without gradients of parameters, with the shown tensors after its results.
 
-        Some uses are contracted inside, whose results are directly behind those for autograd. The
+        Some uses are contracted inside; their results come right after those for autograd. The
         graph is for inputs of the form of ``args``, if these are given.
         """
         module = copied(self._graph)
@@ -236,7 +239,7 @@ class Backward:
             wanted += contracted.results
         given = module.graph.find_nodes(op="placeholder")
         places = {x: i for i, x in enumerate(given)}
-        for x in chain(*factors.values()):  # what autograd saved anyway needs no result
+        for x in chain(*factors.values()):  # tensors that autograd saved anyway need no result
             if x not in places:
                 places[x] = len(given) + len(wanted)
                 wanted.append(x)
@@ -244,12 +247,12 @@ class Backward:
         return _Variant(self._compiled(finished(module, wanted), examples), shown, contracted)
 
     def _compiled(self, module: fx.GraphModule, examples: Sequence[Any] | None = None) -> Compiled:
-        """A graph as the compiler makes it, for inputs as those of the tracing or as examples."""
+        """Compiles a graph for inputs like those of the tracing, or like the examples."""
         from torch._functorch._aot_autograd.utils import make_boxed_func
         from torch._inductor.virtualized import V
 
         if examples is None and not self._is_guarded:
-            run: Compiled = make_boxed_func(module.forward)  # right for all sizes, as it is
+            run: Compiled = make_boxed_func(module.forward)  # uncompiled, it is right for all sizes
             return run
         tracing = self._tracing
         mode = tracing.fake_mode if tracing else None

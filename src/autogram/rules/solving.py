@@ -3,9 +3,9 @@
 With Y the solution of A Y = B, and g its cotangent (Giles 2008, "An extended collection of matrix
 derivative results"),
 
-        h = A^-T g        dA = -h Y^T        (for a triangular A, only its triangle)
+    h = A^-T g        dA = -h Y^T        (for a triangular A, only its triangle)
 
-    and with d[p, r] = |x[p] - y[r]| and t = g / d, zero where d is zero,
+and with d[p, r] = |x[p] - y[r]| and t = g / d, zero where d is zero,
 
     dy[r] = sum_p t[p, r] (y[r] - x[p])        dx[p] = sum_r t[p, r] (x[p] - y[r])
 """

@@ -1,8 +1,8 @@
-"""Where samples go in the backward graph of a part, whatever the values are.
+"""Follows samples through the backward graph of a part, whatever the values are.
 
-A cotangent in the graph is linear in those of the part's outputs. From where the samples are in the
-latter, their places follow node by node, as long as an operator keeps them by its sizes alone. What
-an operator does that has no rule is unknown: then samples are measured in each call.
+A cotangent in the graph is linear in the cotangents of the part's outputs. Given the samples'
+places in the latter, their other places follow node by node, as long as an operator keeps them by
+its sizes alone. For an operator without a rule they are unknown: each call then measures them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from autogram._compiled.tracing.operator import SHOW
 def find_carried(
     module: fx.GraphModule, results: Sequence[Folded | None], sizes: Callable[[Any], Any]
 ) -> tuple[dict[int, Folded], dict[int, Folded | None]] | None:
-    """Where a backward graph takes samples, if it does so whatever its values are.
+    """Where a backward graph takes samples, if that is the same for all values.
 
     Args:
         module: The graph, with the operators that show cotangents.
-        results: Where the samples are in the cotangents that it is given, or ``None`` in zeros.
-        sizes: Puts numbers in the place of symbols.
+        results: The samples' places in the given cotangents, or ``None`` in zeros.
+        sizes: Replaces symbols by numbers.
 
     Returns:
-        The places in the cotangents of uses, by the number of the use, and in the gradients of
-        inputs, ``None`` for zeros, but for those that depend on values; or ``None`` if those in a
-        use do.
+        The places in the cotangents of uses, by number of the use; and the places in the gradients
+        of inputs, ``None`` for zeros, omitting those that depend on values. ``None`` if the places
+        in a use depend on values.
     """
     nodes = module.graph.nodes
     given = [x for x in nodes if x.op == "placeholder" and x.name.startswith("tangents")]
@@ -61,7 +61,7 @@ def find_carried(
                 are_zero = all(place is ZERO for place in linear)
                 places[node] = ZERO if are_zero else _place(OperatorCall(node, places, shape_of))
     except (TypeError, KeyError, AttributeError, IndexError):
-        return None  # a size that does not follow from the inputs, or an operator of another form
+        return None  # a size does not follow from the inputs, or an operator has another form
     uses: dict[int, Folded] = {}
     for node in nodes:
         if node.target is SHOW:
@@ -78,7 +78,7 @@ def find_carried(
 
 
 def _place(call: OperatorCall) -> PlaceOrSeveral:
-    """Where the samples are in what a call computes."""
+    """The samples' places in the result of a call."""
     if call.node.target is operator.getitem:
         whole, item = call.node.args
         found = call.places[whole]  # type: ignore[index]  # a node

@@ -16,11 +16,11 @@ class Unknown:
 
 
 class Zero:
-    """There is no cotangent, and so no place."""
+    """There is no cotangent, and thus no place."""
 
 
 UNKNOWN, ZERO = Unknown(), Zero()
-# Where the samples are in the result of a node. `None`: it does not depend on any cotangent.
+# The samples' place in the result of a node. `None`: the result depends on no cotangent.
 Place = Folded | Unknown | Zero | None
 PlaceOrSeveral = Place | tuple[Place, ...]
 Shape = tuple[int, ...]
@@ -28,14 +28,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """One call of an operator, which reads a cotangent."""
+    """One call of an operator that reads a cotangent."""
 
     node: fx.Node
     places: Mapping[fx.Node, PlaceOrSeveral]
     shape_of: Callable[[fx.Node], Shape]
 
     def of(self, argument: Any) -> Place:
-        """Where the samples are in an argument."""
+        """The samples' place in an argument."""
         found = self.places[argument] if isinstance(argument, fx.Node) else None
         return UNKNOWN if isinstance(found, tuple) else found
 
@@ -51,11 +51,11 @@ class OperatorCall:
 
     @property
     def shape(self) -> Shape:
-        """That of the result."""
+        """The shape of the result."""
         return self.shape_of(self.node)
 
     def only_first(self) -> Folded | None:
-        """The place in the first argument, if it has one, and no other argument is a cotangent."""
+        """The place in the first argument, if it has one and no other argument is a cotangent."""
         place = self.of(self.first)
         others = [x for x in self.node.all_input_nodes if x is not self.first]
         if not isinstance(place, Folded) or any(self.places[x] is not None for x in others):
@@ -72,7 +72,7 @@ def moved(place: Folded, dim: int) -> Folded:
 
 
 def common(places: Sequence[Place]) -> Place:
-    """The place of a sum, where all parts have the samples in the same one."""
+    """The place of a sum, if the samples have the same place in all parts."""
     found = {place for place in places if place is not None and place is not ZERO}
     if not found:
         return ZERO

@@ -1,4 +1,4 @@
-"""Where operators of a backward graph take the samples of a cotangent, by sizes alone."""
+"""Rules that tell, by sizes alone, where operators of a backward graph take the samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autogram._compiled.tracing.operator import SHOW
 
 aten = torch.ops.aten
 
-# Is given the place in the first argument, too.
+# A rule that is also given the place in the first argument.
 FirstRule = Callable[[OperatorCall, Folded], PlaceOrSeveral]
 
 
@@ -47,7 +47,7 @@ def _reshape(call: OperatorCall, place: Folded) -> Place:
 
 
 def _kept(fits: Callable[[OperatorCall, int], bool], others: int = 0) -> FirstRule:
-    """For what keeps places in dimensions that fit, and loses them in ``others`` more results."""
+    """Keeps places in dimensions that fit, and loses them in ``others`` more results."""
 
     def rule(call: OperatorCall, place: Folded) -> PlaceOrSeveral:
         kept = place if fits(call, place.dim) else UNKNOWN
@@ -114,7 +114,7 @@ def _cat(call: OperatorCall) -> Place:
     dim = call.argument(1, "dim", 0) % len(call.shape)
     if not isinstance(place, Folded) or place.dim != dim:
         return place if isinstance(place, Folded) else UNKNOWN
-    # All samples one time after another, if each part has them all.
+    # All samples follow one another repeatedly, if each part has them all.
     sizes = {call.shape_of(x)[dim] for x in parts}
     if len(sizes) > 1 or any(not isinstance(x, Folded) for x in places):
         return UNKNOWN
@@ -130,7 +130,7 @@ def _stack(call: OperatorCall) -> Place:
 def _along(
     position: int, *, drops: bool = False, is_slice: bool = False, has_parts: bool = False
 ) -> FirstRule:
-    """For what mixes, selects or splits along one dimension, which may go with it."""
+    """For operators that mix, select or split along one dimension, and may drop it."""
 
     def rule(call: OperatorCall, place: Folded) -> Place:
         shape = call.shape_of(call.first)
@@ -149,7 +149,7 @@ def _select_backward(call: OperatorCall, place: Folded) -> Place:
 
 
 def _scatter(call: OperatorCall) -> Place:
-    """Elements move along one dimension; what they are put into is zero, or another cotangent."""
+    """Elements move along one dimension, into zeros or another cotangent."""
     base, dim, source = call.first, call.argument(1, "dim"), call.argument(3, "src")
     if not isinstance(source, fx.Node):
         return UNKNOWN
@@ -181,14 +181,14 @@ def _attention(call: OperatorCall, place: Folded) -> PlaceOrSeveral:
 
 
 def _nll(call: OperatorCall, place: Folded) -> Place:
-    """The classes are the second dimension, unless there is one sample alone."""
+    """The classes are the second dimension, unless there is only one sample."""
     if call.argument(4, "reduction", 1) != 0 or len(call.shape) < 2:
         return UNKNOWN
     return moved(place, place.dim + (place.dim > 0))
 
 
 def _of_first(rule: FirstRule) -> PlacementRule:
-    """A rule that is asked where the first argument is a cotangent, and no other one is."""
+    """A rule for calls whose only cotangent is the first argument."""
 
     def of(call: OperatorCall) -> PlaceOrSeveral:
         place = call.only_first()
@@ -198,11 +198,11 @@ def _of_first(rule: FirstRule) -> PlacementRule:
 
 
 def _named(names: str) -> list[Any]:
-    """Operators, as far as this version of PyTorch has them."""
+    """The operators that this version of PyTorch has."""
     return [found for name in names.split() if (found := getattr(aten, name, None)) is not None]
 
 
-# Those that keep places if the first argument is a cotangent, and no other one is.
+# Operators that keep places if their only cotangent is the first argument.
 _OF_FIRST: list[tuple[FirstRule, str]] = [
     (_reshape, "view _unsafe_view unsqueeze squeeze _reshape_alias"),
     (_same, "clone alias detach _to_copy lift_fresh_copy"),
@@ -222,7 +222,7 @@ _OF_FIRST: list[tuple[FirstRule, str]] = [
         "_adaptive_avg_pool2d_backward avg_pool2d_backward max_pool2d_with_indices_backward "
         "upsample_nearest2d_backward upsample_bilinear2d_backward",
     ),
-    # The gradients of the input, and those of parameters.
+    # Gradients of the input, then of parameters.
     (_kept(lambda _call, dim: dim == 0, 2), "convolution_backward native_group_norm_backward"),
     (_kept(_is_not_normalized, 2), "native_layer_norm_backward"),
     (
@@ -240,7 +240,7 @@ _OF_FIRST: list[tuple[FirstRule, str]] = [
     (_nll, "nll_loss_backward nll_loss2d_backward"),
 ]
 _OTHERS: list[tuple[PlacementRule, str]] = [
-    (  # what takes no more than a shape
+    (  # only the shape counts
         lambda _call: None,
         "new_zeros new_empty new_full new_ones zeros_like full_like ones_like empty_like",
     ),
@@ -261,7 +261,7 @@ _RULES: dict[Any, PlacementRule] = {
 
 
 def rule_of(target: Any) -> PlacementRule | None:
-    """Where an operator takes samples, if that is known."""
+    """The rule for an operator, if there is one."""
     rule = _RULES.get(getattr(target, "overloadpacket", None))
     if rule is None and torch.Tag.pointwise in getattr(target, "tags", ()):
         return _pointwise

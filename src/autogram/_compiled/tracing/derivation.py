@@ -1,7 +1,7 @@
-"""Derived tensors inside of a compiled region: the part of its graph that computes them.
+"""Derived tensors inside a compiled region: the part of its graph that computes them.
 
-A compiled region is one node for autograd. The rows of a derived tensor are pulled back through a
-graph of its own, which comes from running that part again, outside of the region.
+To autograd, a compiled region is one node. The rows of a derived tensor are pulled back through a
+separate graph, which comes from running that part again, outside of the region.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-# Autocast as it is on the devices where it is on: device and dtype.
+# Active autocast states: device and dtype.
 _Autocast = tuple[tuple[str, torch.dtype], ...]
 
 
 class Derivation(NamedTuple):
-    """How derived tensors are computed from inputs of the region, by a part of its graph."""
+    """A part of a region's graph, which computes derived tensors from inputs of the region."""
 
     graph: fx.GraphModule
-    inputs: tuple[int, ...]  # the positions of those that it takes
-    autocast: _Autocast  # under which it ran
+    inputs: tuple[int, ...]  # positions of the inputs that it takes
+    autocast: _Autocast  # states under which it ran
 
     def run(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """Computes the tensors again, with a graph of autograd."""
@@ -38,9 +38,9 @@ class Derivation(NamedTuple):
 
 
 class History:
-    """Which node of a region's graph has computed which tensor, while the graph runs.
+    """Remembers, while a region's graph runs, which node has computed which tensor.
 
-    ``batched`` has the positions of the inputs that depend on the samples.
+    ``batched`` holds the positions of the inputs that depend on the samples.
     """
 
     def __init__(self, module: fx.GraphModule, batched: Collection[int]) -> None:
@@ -56,7 +56,7 @@ class History:
         self._last: fx.Node | None = None
 
     def note(self, node: fx.Node, result: Any) -> None:
-        """Notes what a node has computed, and how."""
+        """Notes the result of a node, and how it was computed."""
         if isinstance(result, Tensor):
             self._nodes[id(result)] = node, weakref.ref(result)
         if node.op in ("call_function", "call_method"):
@@ -68,9 +68,9 @@ class History:
             self._unrepeatable.add(node)
 
     def _traced(self) -> Iterator[fx.Node]:
-        """The operators that AOTAutograd has traced since it was last asked, from the last one."""
+        """The operators that AOTAutograd has traced since the last call, latest first."""
         mode = get_proxy_mode()
-        if mode is None:  # it only looks for shapes
+        if mode is None:  # only shapes are computed
             return
         nodes = mode.tracer.graph.nodes
         known, self._last = self._last, next(iter(reversed(nodes)), None)
@@ -82,7 +82,7 @@ class History:
     def note_change(self, tensor: Tensor) -> None:
         """Notes a tensor without samples that is changed in place, which no edge shows.
 
-        What it was computed from may share its memory.
+        The tensors that it was computed from may share its memory.
         """
         node, _ = self._nodes.get(id(tensor), (None, None))
         if node is None:
@@ -93,7 +93,7 @@ class History:
     def of(self, *tensors: Tensor) -> Derivation | None:
         """The part that computes tensors without samples, or ``None`` if it cannot run again.
 
-        What had no gradients, as within `torch.no_grad`, has none in the part.
+        Steps that ran without gradients, such as within `torch.no_grad`, have none in the part.
         """
         known = [self._nodes.get(id(tensor), (None, lambda: None)) for tensor in tensors]
         if any(reference() is not x for x, (_, reference) in zip(tensors, known, strict=True)):
@@ -117,18 +117,18 @@ class History:
         return Derivation(module, tuple(inputs), states.pop() if states else ())
 
     def _is_repeatable(self, node: fx.Node) -> bool:
-        """Whether a node gives the same again, whatever the samples are."""
+        """Whether a node returns the same again, whatever the samples are."""
         if node in self._positions:
             return self._positions[node] not in self._batched
         return node not in self._unrepeatable
 
 
 def _gives_the_same(node: fx.Node) -> bool:
-    """Whether a traced operator is known to give the same for the same arguments."""
+    """Whether a traced operator is known to return the same for the same arguments."""
     target: Any = node.target
     namespace = getattr(target, "namespace", None)
     if namespace not in ("aten", "prims"):
-        return namespace is None  # of Python; others are the user's, or run graphs of their own
+        return namespace is None  # Python's own; others are the user's, or run their own graphs
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return True
     for place, argument in enumerate(target._schema.arguments):
@@ -139,7 +139,7 @@ def _gives_the_same(node: fx.Node) -> bool:
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:
-    """A node, and all that it is computed from."""
+    """A node, and all nodes that it is computed from."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -151,7 +151,7 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 
 
 def _autocast_now() -> _Autocast:
-    """Autocast as it is now."""
+    """The current state of autocast."""
     accelerator = torch.accelerator.current_accelerator()
     devices = ["cpu", *([accelerator.type] if accelerator else [])]
     return tuple((x, torch.get_autocast_dtype(x)) for x in devices if torch.is_autocast_enabled(x))

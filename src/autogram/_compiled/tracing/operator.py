@@ -1,8 +1,8 @@
 """The operators of taps in a compiled region.
 
-``show`` marks, in the joint graph, where a cotangent is shown. ``tap`` gives what is behind a tap,
-which AOTAutograd must not take for a view of what is before it: it repeats views outside of the
-region, and would cut the gradient off. In the graph, both are one tensor (`DECOMPOSITIONS`).
+``show`` marks, in the joint graph, where a cotangent is shown. ``tap`` returns the tapped tensor.
+AOTAutograd must not take it for a view of the tensor before: it repeats views outside of the
+region, and would cut off the gradient. In the graph, both are one tensor (`DECOMPOSITIONS`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("autogram", "DEF")  # lasts as long as the module
+_LIBRARY = torch.library.Library("autogram", "DEF")  # exists as long as the module
 _LIBRARY.define("show(Tensor cotangent, Tensor[] saved, int use) -> Tensor")
 _LIBRARY.define("tap(Tensor output) -> Tensor")
 
 
 def _show(cotangent: Tensor, saved: Sequence[Tensor], use: int) -> Tensor:
-    """The cotangent itself. No variant of a backward pass has the operator, so this never runs."""
+    """The cotangent itself. It never runs: no variant of a backward pass has the operator."""
     del saved, use
     return cotangent.clone()
 
@@ -41,7 +41,7 @@ SHOW: Any = torch.ops.autogram.show.default
 _TAP: Any = torch.ops.autogram.tap.default
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {_TAP: lambda output: output}
-"""What AOTAutograd is to replace in the graphs of regions."""
+"""Replacements for AOTAutograd to make in the graphs of regions."""
 
 
 class TracedTap(torch.autograd.Function):
@@ -49,7 +49,7 @@ class TracedTap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, use: Any, *saved: Tensor) -> Tensor:
-        ctx.use = use  # by which the recorder knows the node as a tap
+        ctx.use = use  # identifies the node as a tap to the recorder
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         tapped: Tensor = _TAP(output)

@@ -1,4 +1,4 @@
-"""A compiled part: what is known of the uses in its graph, for each call and each engine."""
+"""A compiled part: facts about the uses in its graph, for each call and each engine."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from autogram.rules import Formula
 
 @dataclass(eq=False)
 class Source:
-    """A tracked tensor of a part. An input that is derived has neither region nor derivation."""
+    """A tracked tensor of a part. A derived input has neither region nor derivation."""
 
-    inputs: tuple[int, ...]  # the positions of the roots that it is computed from
+    inputs: tuple[int, ...]  # positions of the roots that it is computed from
     region: Region | None  # of its only parameter, with the offset from its first element
     dtype: torch.dtype
-    derivation: Derivation | None  # how it is computed, if it is derived in the part
+    derivation: Derivation | None  # how to compute it, if it is derived in the part
 
 
 class PartUse(NamedTuple):
-    """A use in a part, of which any size may be symbolic."""
+    """A use in a part. Any of its sizes may be symbolic."""
 
     function: str
     shape: tuple[Any, ...]
@@ -40,21 +40,21 @@ class PartUse(NamedTuple):
 
 @dataclass(eq=False)
 class Part:
-    """What was recorded of a part, which is a graph of Dynamo, when AOTAutograd traced it last."""
+    """Records of a part, which is a graph of Dynamo, from its last tracing by AOTAutograd."""
 
     graph: fx.GraphModule
     inputs: PartInputs
     uses: tuple[PartUse, ...] = ()  # in the order of the forward pass
     sources: tuple[Source, ...] = ()  # the tracked tensors of the uses
-    derived_from: tuple[int, ...] = ()  # positions of inputs that derivations of sources take
+    derived_from: tuple[int, ...] = ()  # positions of inputs that the sources' derivations take
     guesses: tuple[int, ...] = ()
-    """Positions of roots that are used where samples were assumed because of a size alone."""
+    """Positions of roots whose uses assume samples because of a size alone."""
     rows: dict[int, list[str]] = field(default_factory=dict)
     """Positions of roots that get explicit rows, with the calls that have no rule."""
     outputs: dict[tuple[int, ...], Derivation] = field(default_factory=dict)
-    """How outputs are computed that no sample is in."""
+    """How to compute outputs that contain no samples."""
     sizes: Sizes = field(default_factory=lambda: Sizes(()))
-    """Which numbers the symbols of its sizes stand for."""
+    """Values of the symbols in its sizes."""
     tensors: tuple[int, ...] = ()  # positions of inputs that are tensors
     backward: fx.GraphModule | None = None  # the graph of its backward pass, once there is one
 
@@ -63,9 +63,9 @@ class Part:
         self.roots = (*self.parameters, *self.inputs.derived)
 
     def trace(self, *args: Any) -> Sequence[Any]:
-        """What AOTAutograd traces: runs the graph on its arguments, and keeps what was recorded.
+        """AOTAutograd traces this: it runs the graph on its arguments, and keeps the record.
 
-        The last argument is what leads to engines.
+        The last argument leads to engines.
         """
         args = args[:-1]
         outputs, tapping = record(self.graph, args, self.inputs)
@@ -73,7 +73,7 @@ class Part:
         return outputs
 
     def _take(self, args: Sequence[Any], tapping: TracedTapping) -> None:
-        """Keeps what was recorded, without a tensor of the tracing."""
+        """Keeps the record, without tensors of the tracing."""
         positions = {id(x): i for i, x in enumerate(args) if i in self.roots}
         self.sizes = Sizes(args)
         self.tensors = tuple(i for i, x in enumerate(args) if isinstance(x, Tensor))
@@ -101,9 +101,9 @@ class Part:
         self._widen_rows()
 
     def _widen_rows(self) -> None:
-        """Gives rows to all that is read together with what gets rows, or has unknown sizes.
+        """Also gives rows to roots that are read together with those, or with unknown sizes.
 
-        Rows through the part are of all uses of a parameter in it.
+        Rows through the part cover all uses of a parameter in it.
         """
         for use in self.uses:
             regions = [source.region for source in use.reads]
@@ -120,12 +120,12 @@ class Part:
                         self.rows.setdefault(position, [use.function])
 
     def has_rows(self, source: Source) -> bool:
-        """Whether a tracked tensor is of parameters that get explicit rows."""
+        """Whether a tracked tensor comes from parameters that get explicit rows."""
         return not self.rows.keys().isdisjoint(source.inputs)
 
 
 def _part_use(use: RuleUse, source_of: Callable[[Tracked], Source]) -> PartUse:
-    """A use without tensors."""
+    """A copy of a use without tensors."""
     recipes = tuple(
         (tuple(None if t is None else source_of(t) for t in operands), formula, saved)
         for operands, formula, saved in use.recipes

@@ -30,22 +30,22 @@ from autogram._containers import tensors_in
 
 
 class PartInputs(NamedTuple):
-    """What the inputs of a region are where it is compiled, by their positions."""
+    """The kinds of a region's inputs when it is compiled, by position."""
 
     parameters: Sequence[int]
-    derived: Sequence[int]  # from parameters, outside
+    derived: Sequence[int]  # from parameters, outside of the region
     batched: Sequence[int]  # dependent on the samples
-    samples: int  # how many there are; 1 if nothing is to be taken for expanded over them
+    samples: int  # number of samples; 1 disables the detection of expanded parameters
 
 
 class TracedTapping(Tapping):
-    """Puts taps into the joint graph, and notes what has no rule.
+    """Puts taps into the joint graph, and notes calls without a rule.
 
-    Attributes with the name of one of :class:`Part` are what that one is made from.
+    The attributes of a :class:`Part` are made from those with the same names.
 
     Attributes:
-        derivations: How derived tensors that are used are computed.
-        outputs: As for the part. Those that share memory are computed together.
+        derivations: How to compute the derived tensors that are used.
+        outputs: As in the part. Outputs that share memory are computed together.
         without_rule: Names of calls, each with a parameter that it reads.
     """
 
@@ -61,7 +61,7 @@ class TracedTapping(Tapping):
     def run_with_rule(
         self, kind: Kind, args: Any, kwargs: dict[str, Any], decision: UseRule
     ) -> Any:
-        """Carries out a call whose blocks a rule knows, if its derived tensors can be derived."""
+        """Carries out a call with a rule, if its derived tensors can be computed again."""
         answers = chain(*decision.answers.values())
         read = {t for operands, _ in answers for t in operands if t is not None}
         derived = {t for t in read if t.edge is not None and t not in self.derivations}
@@ -76,13 +76,13 @@ class TracedTapping(Tapping):
         return super().run_with_rule(kind, args, kwargs, decision)
 
     def note_guess(self, reads: Sequence[Tracked]) -> None:
-        """Notes what is used where nothing but a size has told that samples are."""
+        """Notes parameters whose use assumes samples because of a size alone."""
         self.guesses.update(p for tracked in reads for p in tracked.sources)
 
     def run_without_rule(
         self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], reads: Reads
     ) -> Any:
-        """Carries out a call as it is. Its parameters get rows through the whole region."""
+        """Carries out a call unchanged. Its parameters get rows through the whole region."""
         self.without_rule += [(kind.name, p) for _, tracked in reads for p in tracked.sources]
         return kind.function(*args, **kwargs)
 
@@ -96,20 +96,20 @@ class TracedTapping(Tapping):
     def tap(
         self, use: Use, output: Tensor, saved: Sequence[Tensor], *, in_place: bool = False
     ) -> Tensor:
-        """A tensor behind a tap of the joint graph."""
+        """A tensor tapped in the joint graph."""
         assert isinstance(use, RuleUse)
         self.uses.append(use)
         self.recording.count += 1
         if not in_place:
             tapped: Tensor = TracedTap.apply(output, use, *saved)  # type: ignore[no-untyped-call]  # as typed in torch
             return tapped
-        # AOTAutograd makes this functional. The values stay what the call saved of its own result.
+        # AOTAutograd makes this functional. The values that the call saved of its result stay.
         with torch.autograd._unsafe_preserve_version_counter(output):  # type: ignore[attr-defined]  # as exported
             output.copy_(TracedTap.apply(output.clone(), use, *saved))  # type: ignore[no-untyped-call]  # as typed in torch
         return output
 
 
-# What needs the values of a tensor on the host.
+# Calls that need a tensor's values on the host.
 _READS_VALUES = {
     *(torch.equal, Tensor.equal, Tensor.item, Tensor.tolist, Tensor.numpy),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__complex__, Tensor.__index__),
@@ -117,11 +117,11 @@ _READS_VALUES = {
 
 
 class _ValuesError(Exception):
-    """A rule has asked for values."""
+    """A rule has read values."""
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Refuses what reads values: a tracing has none, or would make symbols of them."""
+    """Refuses calls that read values: a tracing has none, or would make symbols of them."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -134,7 +134,7 @@ class _WithoutValues(TorchFunctionMode):
 
 
 class TraceRecorder(Recorder):
-    """The recorder of one tracing of a region, with what is known of the samples."""
+    """The recorder of one tracing of a region, with the known facts about the samples."""
 
     tapping: TracedTapping
 
@@ -143,17 +143,17 @@ class TraceRecorder(Recorder):
         self._batch = batch
 
     def statuses_of(self, arguments: Sequence[Any]) -> list[Status]:
-        """What some arguments are."""
+        """The statuses of some arguments."""
         return [self.statuses.tapped(x)[1] if isinstance(x, Tensor) else None for x in arguments]
 
     def set_statuses(self, arguments: Sequence[Any], statuses: Sequence[Status]) -> None:
-        """Lets arguments be what others are."""
+        """Gives some arguments the statuses of others."""
         for argument, status in zip(arguments, statuses, strict=True):
             if isinstance(argument, Tensor):
                 self.statuses.let_be(argument, status)
 
     def _decide(self, *call: Any, **_: Any) -> Decision:
-        """As always, but a call whose rule reads values gets rows.
+        """Decides as usual, but gives rows to a call whose rule reads values.
 
         AOTAutograd decides what checkpoints compute again.
         """
@@ -173,7 +173,7 @@ class Runner(fx.Interpreter):
         self._recorder, self._history = recorder, history
 
     def run_node(self, n: fx.Node) -> Any:
-        """Runs a node, and notes what it computes, and what it changes without samples."""
+        """Runs a node; notes what it computes, and what it changes without samples."""
         given = [(x, _changes(x)) for x in tensors_in(self.fetch_args_kwargs_from_env(n))]
         result = super().run_node(n)
         for x, version in given:
@@ -191,7 +191,7 @@ class Runner(fx.Interpreter):
 
 
 def _recorded_again(body: fx.GraphModule, inputs: int, recorder: TraceRecorder) -> fx.GraphModule:
-    """The body of a checkpoint, recorded also where autograd runs it a second time."""
+    """A checkpoint's body, which is also recorded when autograd runs it a second time."""
     graph = fx.Graph()
     given = tuple(graph.placeholder(f"input_{i}") for i in range(inputs))
     graph.output(graph.call_module("body", given))
@@ -201,7 +201,7 @@ def _recorded_again(body: fx.GraphModule, inputs: int, recorder: TraceRecorder) 
 
 
 class _Reentered(nn.Module):
-    """Runs the body of a checkpoint. What it taps the second time is what it has tapped before."""
+    """Runs the body of a checkpoint. The second run reuses the taps of the first."""
 
     def __init__(self, body: fx.GraphModule, recorder: TraceRecorder) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class _Reentered(nn.Module):
 
 
 def _changes(tensor: Any) -> int:
-    """How often a tensor was changed in place, also by operators below autograd.
+    """How often a tensor was changed in place, including by operators below autograd.
 
     Batch normalisation changes its running statistics there.
     """
@@ -241,7 +241,7 @@ def _changes(tensor: Any) -> int:
 def record(
     module: fx.GraphModule, args: Sequence[Any], inputs: PartInputs
 ) -> tuple[Sequence[Any], TracedTapping]:
-    """Runs a region on traced arguments, with taps: its outputs, and what was found."""
+    """Runs a region on traced arguments, with taps; returns its outputs and the record."""
     parameters, derived, batched, samples = inputs
     recording = Recording(Channel(), {args[i]: str(i) for i in parameters})
     history = History(module, batched)
@@ -255,10 +255,10 @@ def record(
         outputs = Runner(module, recorder, history).run(*args)
     changed = {i for i, version in versions if _changes(args[i]) != version}
     for tracked, known in tapping.derivations.items():
-        if not changed.isdisjoint(known.inputs):  # also if it was changed behind the use
+        if not changed.isdisjoint(known.inputs):  # also if it was changed after the use
             name = "a tensor that is changed in place"
             tapping.without_rule += [(name, p) for p in tracked.sources]
-    derived_outputs: dict[int, dict[int, Tracked]] = {}  # by what they are views of
+    derived_outputs: dict[int, dict[int, Tracked]] = {}  # by the base of which they are views
     for position, tensor in enumerate(outputs):
         status = recorder.statuses.tapped(tensor)[1] if isinstance(tensor, Tensor) else None
         if isinstance(status, Tracked) and recorder.statuses.parameter(tensor) is None:

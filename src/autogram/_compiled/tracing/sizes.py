@@ -1,4 +1,4 @@
-"""Sizes that a compiled part leaves open: which number each symbol stands for in a call."""
+"""Sizes that a compiled part leaves open: each symbol's value in a call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OpenSizes = tuple[int, ...]
 
 
 class Sizes:
-    """Finds the numbers behind symbolic sizes from the arguments of a call.
+    """Finds the values of symbolic sizes from the arguments of a call.
 
-    In the sizes of the arguments of the tracing, each symbol stands alone somewhere.
+    Among the sizes of the traced arguments, each symbol occurs alone somewhere.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
@@ -40,14 +40,14 @@ class Sizes:
         return bool(self._symbols)
 
     def of(self, args: Sequence[Any]) -> OpenSizes:
-        """The numbers that the symbols stand for in a call."""
+        """The values of the symbols in a call."""
         return tuple(
             int(args[position] if dim is None else args[position].shape[dim])
             for position, dim in self._places
         )
 
     def know(self, item: Any) -> bool:
-        """Whether every size in something follows from the symbols."""
+        """Whether the symbols determine every size in an item."""
         seen: list[Any] = []
         try:
             map_sizes(item, lambda size: seen.append(_expression(size)))
@@ -56,7 +56,7 @@ class Sizes:
         return all(x.free_symbols <= set(self._symbols) for x in seen)
 
     def resolve(self, item: Any, numbers: OpenSizes) -> Any:
-        """Something with numbers in the place of symbolic sizes."""
+        """An item with numbers instead of symbolic sizes."""
         if not numbers:
             return item
         values: Mapping[Any, int] = dict(zip(self._symbols, numbers, strict=True))
@@ -64,7 +64,7 @@ class Sizes:
 
 
 def map_sizes(item: Any, number_of: Callable[[torch.SymInt], Any]) -> Any:
-    """A copy of something with other values for symbolic sizes, or the same without any.
+    """A copy of an item with other values for symbolic sizes; the same item if it has none.
 
     Raises:
         TypeError: It holds sizes that cannot be replaced.
@@ -101,11 +101,11 @@ def map_sizes(item: Any, number_of: Callable[[torch.SymInt], Any]) -> Any:
 
 
 class OpenBatch(Batch):
-    """What is known of samples whose number may be open: an expression of symbols."""
+    """Facts about samples whose number may be open: an expression of symbols."""
 
     @classmethod
     def of(cls, args: Sequence[Any], batched: Sequence[int], samples: int) -> OpenBatch:
-        """The samples among the arguments of a tracing, of which there were so many."""
+        """The samples among the arguments of a tracing, with their number."""
         if samples == 1:
             return cls()
         inputs = [args[i] for i in batched if isinstance(args[i], Tensor)]
@@ -115,17 +115,17 @@ class OpenBatch(Batch):
         return cls(next((_expression(n) for n in sizes if _hint(n) == samples), samples))
 
     def is_size(self, size: Any) -> bool:
-        """Whether a size is that of the samples in every call. No guard comes from that."""
+        """Whether a size is the number of samples in every call. This sets no guard."""
         return bool(_expression(size) == self.samples)
 
 
 def _hint(size: Any) -> Any:
-    """The number that a size is where a part is traced, if it has one."""
+    """The value of a size during tracing, if it has one."""
     return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _expression(size: Any) -> Any:
-    """A size as an expression of symbols, simplified by what is known of these."""
+    """A size as an expression of symbols, simplified by the known facts about them."""
     if not isinstance(size, torch.SymInt):
         return size
     node: Any = size.node
