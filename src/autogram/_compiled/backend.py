@@ -50,9 +50,7 @@ def autogram(
     if names := missing():
         _tell_of_missing(names)
         return _unseen(inner, graph, inputs)
-    config = dict(
-        torch._TorchCompileInductorWrapper(mode, own, None).config
-    )  # this also checks them
+    config = dict(torch._TorchCompileInductorWrapper(mode, own, None).config)  # also checks
     known = _kinds(graph, inputs)
     compile = COMPILERS[inner]
     if not torch.is_grad_enabled():

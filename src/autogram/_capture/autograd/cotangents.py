@@ -1,4 +1,4 @@
-"""Many cotangents of one output: in one batched pass, or one by one where that would be wrong."""
+"""Many cotangents of one output: in one batched pass, or one by one where batching is wrong."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from autogram._capture.limit import is_out_of_memory
 from autogram._capture.recording import Channel, Receiver
 from autogram.errors import AutogramError
 
-# Nodes without a batching rule, or with one that is wrong in torch 2.13, and in which cases. `make
-# batching` finds wrong rules by comparing them with a loop; another one belongs here, and nowhere
-# else.
+# Nodes without a batching rule, or with one that is wrong in torch 2.13, and the cases. `make
+# batching` finds wrong rules by comparing them with a loop. All exceptions belong here, and
+# nowhere else.
 _UNBATCHED: dict[str, Callable[[Any], bool]] = {
-    # PyTorch refuses them, but only when a checkpoint around has run again in the batched pass. For
-    # this run, Dynamo compiles a graph that it takes in the passes one by one, too.
+    # PyTorch refuses them, but only when a surrounding checkpoint has run again in the batched
+    # pass. For this run, Dynamo compiles a graph that it reuses when passes go one by one.
     "CompiledFunctionBackward": lambda _: True,
-    # Where only the cotangent is batched.
+    # Wrong if only the cotangent is batched.
     "CdistBackward0": lambda _: True,
-    # For a tensor without dimensions, the hidden one is rolled. Such a call has no `dims`, and
-    # neither has a call that rolls all elements as one row.
+    # Wrong for a tensor without dimensions: the hidden one is rolled. Such a call has no `dims`;
+    # nor has a call that rolls all elements as one row.
     "RollBackward0": lambda node: not getattr(node, "_saved_dims", ()),
-    # Where the mask is larger than the tensor, and as large as there are cotangents.
+    # Wrong if the mask is larger than the tensor, and as large as the number of cotangents.
     "MaskedSelectBackward0": lambda _: True,
 }
 
 Inputs = tuple[Tensor, ...] | tuple[GradientEdge, ...]
 Show = Callable[..., None]
-"""Runs a pass from some losses with a cotangent, perhaps with ``retain_graph``."""
+"""Runs a pass from some losses with a cotangent, optionally with ``retain_graph``."""
 R = TypeVar("R", bound=Receiver)
 K = TypeVar("K")
 
@@ -50,20 +50,20 @@ def visit(
     is_step: bool = False,
     show: Show | None = None,
 ) -> R:
-    """Shows a receiver the cotangent of every use, and computes no gradient of a parameter.
+    """Shows a receiver each use's cotangent, without computing gradients of parameters.
 
     Args:
         channel: The channel of the taps.
         losses: The tensor that is differentiated.
         cotangents: ``(k, *losses)``.
         start: Makes a receiver. It is called again if a pass fails half-way and another begins.
-        retain_graph: Whether the graph is kept. With several cotangents, it is in any case, as a
+        retain_graph: Whether to keep the graph. Several cotangents keep it in any case, because a
             batched pass may fail.
-        is_step: Whether the pass stands for the user's, as :class:`Pass` says.
-        show: Runs a pass that shows its uses; by default, taps do.
+        is_step: Whether the pass replaces the user's; see :class:`Pass`.
+        show: Runs a pass that shows its uses; by default, taps show them.
 
     Returns:
-        The receiver, which was shown each use, what its tap saved, and its cotangent.
+        The receiver, after it was shown each use, with its tap's saved tensors and its cotangent.
     """
     show = show or partial(_past_taps, channel)
     receiver = start()
@@ -98,7 +98,7 @@ def visit(
         none = torch.zeros_like(shown[0])
         receiver(use, saved, torch.stack([*[part.pop(use, none) for part in parts], shown[0]]))
 
-    # Parameters that are sharded are gathered for a pass, and empty behind it.
+    # Sharded parameters are gathered for a pass, and empty after it.
     last = Pass(channel, receive_all, is_step=is_step)
     show(last, losses, cotangents[-1].clone(), retain_graph=True)
     for use in dict.fromkeys(use for part in parts for use in part):
@@ -119,7 +119,7 @@ def many_vjps(
 ) -> list[Tensor | None]:
     """Vector-Jacobian products of one output with respect to some inputs, up to the nearest taps.
 
-    Of cotangents ``(n, *output)``, there are ``(n, *input)`` for each input, or ``None`` where the
+    For cotangents ``(n, *output)``, it returns ``(n, *input)`` for each input, or ``None`` if the
     output does not depend on it.
     """
     edges = [x if isinstance(x, GradientEdge) else edge_of(x, output) for x in inputs]
@@ -140,9 +140,9 @@ def vjps_of_node(
     cotangents: Tensor,
     before: Callable[[], None] = lambda: None,
 ) -> list[Tensor | None]:
-    """The same for one result of a single node, which is none of a custom autograd Function.
+    """The same for one result of a single node, which must not be a custom autograd Function's.
 
-    The inputs are what the node leads to directly. ``before`` is called before each call of the
+    The node leads directly to the inputs. ``before`` is called before each call of the
     node.
     """
     node: Any = output.node
@@ -178,9 +178,9 @@ def carried_out(
     nodes: Iterable[Any],
     count: int,
 ) -> list[Tensor | None]:
-    """What a function makes of each cotangent by some nodes, at once where that is possible.
+    """Applies a function to each cotangent through some nodes, at once where that is possible.
 
-    The function numbers its results, of which there are at most ``count``.
+    The function returns its results by number, below ``count``.
     """
     results = None
     with torch.no_grad():
@@ -194,8 +194,8 @@ def carried_out(
 def _together(
     function: Callable[[Tensor], dict[K, Tensor]], cotangents: Tensor, nodes: Iterable[Any]
 ) -> dict[K, Tensor] | None:
-    """What one batched pass gives through some nodes, or ``None`` if it must go one by one."""
-    # The search for anomalies reads values, which a batched pass hides.
+    """The results of one batched pass through some nodes, or ``None`` if it cannot be batched."""
+    # Anomaly detection reads values, which a batched pass hides.
     is_searched = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
     if is_searched or not is_batchable(nodes):
         return None
@@ -217,7 +217,7 @@ def _together(
 def _one_by_one(
     function: Callable[[Tensor], dict[K, Tensor]], cotangents: Tensor
 ) -> dict[K, Tensor]:
-    """The same by a pass for each cotangent, with zeros where a pass has no result."""
+    """The same with one pass for each cotangent, and zeros where a pass has no result."""
     # Copies, because the backward pass of `as_strided_scatter` is wrong for a part of a tensor.
     parts = [function(cotangent.clone()) for cotangent in cotangents]
     likes = {key: x for part in parts for key, x in part.items()}

@@ -1,6 +1,6 @@
-"""Blocks in which products are computed: without a graph, without autocast and inference mode.
+"""Blocks for computing products: without a graph, without autocast and inference mode.
 
-And the dtype of autocast, for calls of the user's.
+Also tells the dtype of autocast, for calls of the user.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def exact(device: torch.device) -> Iterator[None]:
     """Disables gradients, autocast and inference mode in a block, whatever modes the user has.
 
     Raises:
-        UnsupportedError: PyTorch has no operation that is needed for numbers in float8.
+        UnsupportedError: PyTorch lacks an operation that float8 numbers need.
     """
-    # In inference mode, tensors do not count changes in place.
+    # In inference mode, tensors do not count in-place changes.
     with torch.inference_mode(mode=False), torch.no_grad(), without_autocast(device):
         try:
             yield
@@ -55,8 +55,8 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype in which autocast computes on a kind of device now, or ``None`` if it is off."""
-    # A tensor on the meta device may not be asked about.
+    """The dtype that autocast uses now on a kind of device, or ``None`` if it is off."""
+    # PyTorch refuses the question for the meta device.
     if not torch._C._is_any_autocast_enabled() or device == "meta":
         return None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

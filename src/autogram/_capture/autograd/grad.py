@@ -1,4 +1,4 @@
-"""Adds gradients to ``.grad`` of parameters, as a backward pass would."""
+"""Adds gradients to ``.grad`` of parameters, like a backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autogram.errors import UnsupportedError
 
-# Two threads must not both find `.grad` empty and set it.
+# Guards the check-then-set of an empty `.grad`.
 _FIRST = threading.Lock()
 
 
@@ -21,16 +21,16 @@ def dtype_of_grad(parameter: Tensor) -> torch.dtype:
 
 
 def at_least_single(dtype: torch.dtype) -> torch.dtype:
-    """A dtype in which numbers of another one are added up. PyTorch itself promotes no float8."""
+    """A dtype in which to add up numbers of another one. PyTorch itself promotes no float8."""
     return torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
 
 
 def check_addable(leaves: Iterable[Tensor], names: Mapping[Tensor, str] | None = None) -> None:
-    """Refuses to add to gradients in float8, before anything is added to others.
+    """Refuses to add to float8 gradients, before anything is added to others.
 
     Args:
         leaves: The tensors that get gradients.
-        names: Their names, where they have any.
+        names: Their names, if they have any.
     """
     for leaf in leaves:
         gradient = leaf.grad
@@ -60,10 +60,10 @@ def as_gradients(sums: Iterable[tuple[Tensor, Tensor | None]]) -> dict[Tensor, T
 
 
 def add_to_grad(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Adds to the gradients of parameters, which own what is added where there was none.
+    """Adds to the gradients of parameters. A parameter without a gradient takes the new one over.
 
-    As in a backward pass, a parameter that was frozen since the forward pass gets none, and hooks
-    on parameters are called, one parameter after the other.
+    Like a backward pass, it skips parameters frozen since the forward pass, and calls hooks on
+    parameters, one parameter after the other.
     """
     others: list[tuple[Tensor, Tensor]] = []
     for parameter, gradient in gradients:
@@ -74,9 +74,9 @@ def add_to_grad(gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
             continue
         with _FIRST:
             if parameter.grad is None:
-                parameter.grad = gradient  # autograd would copy it, as others might hold it too
+                parameter.grad = gradient  # autograd would copy it, as others might hold it, too
                 continue
         others.append((parameter, gradient))
-    if others:  # in one pass, as each takes as long as many additions
+    if others:  # in one pass, because each takes as long as many additions
         parameters, added = zip(*others, strict=True)
         torch.autograd.backward(parameters, added)

@@ -1,4 +1,4 @@
-"""Walks through the autograd graph, and the way into calls of compiled graphs, a node each."""
+"""Walks through the autograd graph, and access to calls of compiled graphs, each a single node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autogram.errors import FreedGraphError, UnsupportedError
 
 @contextmanager
 def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
-    """Says what to do where autograd finds that the graph behind a tensor, or a part, is freed."""
+    """Says what to do if autograd reports that (a part of) a tensor's graph is freed."""
     try:
         yield
     except RuntimeError as error:
@@ -55,14 +55,14 @@ def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
 def nodes_behind(
     tensor: Tensor | GradientEdge, is_end: Callable[[Any], object] | None = None
 ) -> Iterator[Any]:
-    """Each node behind a tensor, once. Nodes that are an end are not followed further."""
+    """Each node behind a tensor, once. It does not go beyond nodes that are an end."""
     return nodes_from([tensor.grad_fn if isinstance(tensor, Tensor) else tensor.node], is_end)
 
 
 def nodes_from(
     starts: Iterable[Any], is_end: Callable[[Any], object] | None = None
 ) -> Iterator[Any]:
-    """Some nodes, and each node behind them, once. Nodes that are an end are not followed."""
+    """Some nodes, and each node behind them, once. It does not go beyond nodes that are an end."""
     seen: set[Any] = {None}
     pending = list(starts)
     while pending:
@@ -77,9 +77,9 @@ def nodes_from(
 
 
 def edge_of(leaf: Tensor, output: GradientEdge) -> GradientEdge:
-    """Where a leaf enters the graph behind an output, also if it was frozen since."""
+    """The edge by which a leaf enters an output's graph, even if the leaf was frozen since."""
     if leaf.requires_grad:
-        # PyTorch looks behind a view of the leaf, which a subclass makes a view of once more.
+        # PyTorch looks at a view of the leaf; a subclass would make another view of it.
         with torch._C.DisableTorchFunctionSubclass():
             return get_gradient_edge(leaf)
     nodes = (node for node in nodes_behind(output) if getattr(node, "variable", None) is leaf)
@@ -87,7 +87,7 @@ def edge_of(leaf: Tensor, output: GradientEdge) -> GradientEdge:
 
 
 def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
-    """The nodes among some that lead to one of the ends, and the ends."""
+    """Those among some nodes that lead to one of the ends, and the ends."""
     users: dict[Any, list[Any]] = {}
     for node in nodes:
         for following, _ in node.next_functions:
@@ -103,17 +103,17 @@ def nodes_leading_to(ends: Iterable[Any], nodes: Iterable[Any]) -> set[Any]:
 
 
 def use_of(node: Any) -> Any | None:
-    """The use behind a node that is a tap of some engine, or ``None``."""
-    if not isinstance(node, BackwardCFunction):  # to ask all others for an attribute takes longer
+    """The use of a node that is a tap of some engine, or ``None``."""
+    if not isinstance(node, BackwardCFunction):  # asking all others for an attribute takes longer
         return None
     use = getattr(node, "use", None)
     return use if hasattr(use, "recording") else None
 
 
 def shown_by(node: Any) -> Sequence[Any]:
-    """What engines are shown at a node: the use of a tap, or the calls of a compiled graph.
+    """The objects shown to engines at a node: the use of a tap, or the calls of a compiled graph.
 
-    Each has a ``recording``, and a call tells its uses by ``uses_at(node)``.
+    Each has a ``recording``; calls return their uses with ``uses_at(node)``.
     """
     if not isinstance(node, BackwardCFunction):
         return ()
@@ -122,9 +122,9 @@ def shown_by(node: Any) -> Sequence[Any]:
 
 
 def is_tap_of(channel: object, node: Any) -> bool:
-    """Whether a node is a tap of the engine with a channel, or a compiled graph that has some.
+    """Whether a node is a tap of the channel's engine, or a compiled graph with taps of it.
 
-    Taps of other engines hand on what they are given.
+    Taps of other engines pass on what they receive.
     """
     return any(shown.recording.channel is channel for shown in shown_by(node))
 
@@ -140,13 +140,13 @@ def refuse_reentrant(node: Any) -> None:
 
 
 def in_dense(gradient: Tensor) -> Tensor:
-    """A dense copy of a gradient that is sparse, as for embeddings; any other as it is."""
+    """A dense copy of a sparse gradient, such as an embedding's; any other unchanged."""
     is_dense = gradient.layout in (torch.strided, torch.jagged)
     return gradient if is_dense else gradient.to_dense()
 
 
 def arriving(gradient: Tensor, node: Any, result: int) -> Tensor:
-    """What arrives at a result of a node from a gradient that another node has computed for it.
+    """The gradient that arrives at a result of a node, if another node has computed this gradient.
 
     Between nodes, autograd sums a gradient along the dimensions in which the result was broadcast.
     """
@@ -170,11 +170,11 @@ def leaves_behind(tensor: Tensor | GradientEdge) -> list[Tensor]:
 
 
 def dtypes_of(tensor: Tensor, nodes: Iterable[Any]) -> set[torch.dtype]:
-    """The dtypes in which a tensor was computed: those of the results of the nodes behind it.
+    """The dtypes in which a tensor was computed: the dtypes of results of the nodes behind it.
 
-    A cast inside of a call is seen, too: a softmax with a dtype, or a norm in float32. Leaves are
-    left out, as they are not computed. Casts inside of a custom autograd Function or a compiled
-    part are not seen.
+    These include casts within a call: a softmax with a dtype, or a norm in float32. Leaves are
+    left out, because they are not computed. Casts inside a custom autograd Function or a compiled
+    part remain unseen.
     """
     dtypes = {tensor.dtype}
     for node in nodes:
@@ -186,12 +186,12 @@ def dtypes_of(tensor: Tensor, nodes: Iterable[Any]) -> set[torch.dtype]:
 def entry(
     calls: Sequence[Any], like: Tensor, anchors: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> Tensor:
-    """An input for a call of a compiled graph, which leads from its node to engines' anchors.
+    """An input for a call of a compiled graph that leads from its node to engines' anchors.
 
-    Engines are shown ``calls``, and ``saved`` tensors are kept for them. The input is ``like`` the
-    one that the call has where no engine sees it.
+    Engines are shown ``calls``; ``saved`` tensors are kept for them. The input resembles ``like``,
+    which the call gets if no engine sees it.
     """
-    like = like.detach()  # or it would be one more leaf that the losses depend on
+    like = like.detach()  # otherwise the losses would depend on one more leaf
     given: Tensor = _CompiledEntry.apply(calls, like, saved, *anchors)  # type: ignore[no-untyped-call]  # as typed in torch
     return given
 
@@ -212,16 +212,16 @@ def entry_of(node: Any) -> Any | None:
 
 
 def calls_of(node: Any) -> Sequence[Any]:
-    """The objects that engines are shown at a node, if it is a call of a compiled graph."""
+    """The objects shown to engines at a node, if it is a call of a compiled graph."""
     entered = entry_of(node)
     return () if entered is None else entered.calls
 
 
-_NAME = "CompiledFunctionBackward"  # of the nodes that AOTAutograd makes
+_NAME = "CompiledFunctionBackward"  # name of the nodes that AOTAutograd makes
 
 
 class _CompiledEntry(torch.autograd.Function):
-    """Has no gradient. Because of this node, passes to the anchors go through the compiled call."""
+    """Has no gradient. It makes passes to the anchors go through the compiled call."""
 
     @staticmethod
     def forward(
@@ -240,35 +240,35 @@ VIEWS = ("View", "UnsafeView", "ReshapeAlias")
 """Operations that read the elements of a tensor, in order, as a tensor of another shape."""
 
 _NUMBERS = count()
-# Beside sizes and strides by name: numbers that often follow from the length of a sequence, and do
-# not decide along which dimensions a node carries samples, unless by how many they are.
+# Beside sizes and strides, by name: numbers that often follow from the length of a sequence. They
+# do not decide which dimensions of a node carry samples; only their count does.
 _SIZES = (
     "HxW N end index length max_k max_q max_seqlen_batch_k max_seqlen_batch_q normalized_shape pad "
     "repeats self_sym_numel start storage_offset"
 )
-# Data of the samples: how many positions of each count.
+# Data of the samples: numbers of positions that count.
 _DATA = ("input_lengths", "target_lengths")
-# Functions of PyTorch's wrappers that return what they are given.
+# Functions of PyTorch's wrappers that return their inputs.
 _HANDING_ON = {"RegisterPostBackwardFunction", "_DDPSink"}
 Reader = Callable[[Any], Any]
 
 
 class NodeKind(NamedTuple):
-    """What all nodes of one class have in common."""
+    """The common properties of all nodes of one class."""
 
     number: int  # of the class
-    # What the class differentiates: `Mul` for `MulBackward0`. Empty for a Function in Python,
-    # whatever its name, but for those of wrappers that return what they are given.
+    # The differentiated operation: `Mul` for `MulBackward0`. Empty for a Function in Python,
+    # whatever its name, except for wrappers' Functions that return their inputs.
     operation: str
-    tensors: tuple[str, ...] = ()  # the attributes that hold the tensors that a node saved
-    arguments: tuple[Reader, ...] = ()  # what a node saved that is no tensor: dimensions, shifts
-    sizes: tuple[Reader, ...] = ()  # the sizes, strides and positions that a node saved
+    tensors: tuple[str, ...] = ()  # attributes that hold a node's saved tensors
+    arguments: tuple[Reader, ...] = ()  # saved values that are not tensors: dimensions, shifts
+    sizes: tuple[Reader, ...] = ()  # saved sizes, strides and positions
 
 
 class _Kinds(dict[Any, NodeKind]):
-    """Kinds by class. A class that is made inside of a function, in each step perhaps, is not kept.
+    """Kinds by class. It does not keep a class made inside a function, perhaps in each step.
 
-    Its Function has what its functions are closed over, such as activations.
+    Such a Function holds the variables of enclosing functions, such as activations.
     """
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class _Kinds(dict[Any, NodeKind]):
 
 
 def _kind(node: Any) -> NodeKind:
-    """What all nodes of a class have in common."""
+    """The common properties of all nodes of a class."""
     if issubclass(node, BackwardCFunction):
         function = getattr(node, "_forward_cls", None)
         name, module = (getattr(function, of, "") for of in ("__name__", "__module__"))
@@ -303,7 +303,7 @@ def _kind(node: Any) -> NodeKind:
             (sizes if is_size else arguments).append(getattr(node, field).__get__)
     if "_saved_indices" in tensors:
         arguments.append(_indexed)
-    name = node.__name__.removesuffix("_copy")  # of operators that copy what others view
+    name = node.__name__.removesuffix("_copy")  # of operators that copy instead of viewing
     operation = name.rstrip("0123456789").removesuffix("Backward")
     if operation == CHANGE:
         arguments.append(lambda node: (found := changed_slice(node)) and kept_by_slice(found))
@@ -314,10 +314,10 @@ def _kind(node: Any) -> NodeKind:
 
 
 kind_of_node: Callable[[Any], NodeKind] = _Kinds().__getitem__
-"""What all nodes of a class have in common."""
+"""The common properties of all nodes of a class."""
 
 
 def _indexed(node: Any) -> tuple[bool, ...]:
-    """Which dimensions are indexed, where a node saved a list of indices as in ``x[:, index]``."""
+    """Which dimensions are indexed, if a node saved a list of indices, as in ``x[:, index]``."""
     saved = node._raw_saved_indices
     return tuple([x.data is not None for x in saved]) if isinstance(saved, tuple) else ()

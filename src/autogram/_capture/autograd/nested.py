@@ -1,4 +1,4 @@
-"""Passes that begin inside of an engine's pass, of which PyTorch has no hook to tell."""
+"""Passes that begin inside an engine's pass. PyTorch has no hook for them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Outer(Protocol):
     """An engine's pass."""
 
     def note_nested(self, changing: Sequence[Tensor]) -> None:
-        """Learns of a pass inside, before that pass adds to the gradients of some tensors."""
+        """Learns of an inner pass, before that pass adds to the gradients of some tensors."""
 
 
 def running_pass() -> Any:
-    """The pass of an engine that the autograd node which runs now belongs to, or ``None``."""
+    """The engine's pass to which the currently running autograd node belongs, or ``None``."""
     return SILENT_PASSES.get(torch._C._current_graph_task_id()) if SILENT_PASSES else None
 
 
@@ -33,23 +33,23 @@ class _Here(threading.local):
     """The state of a thread."""
 
     is_ours = False
-    """Whether the next pass that begins is an engine's."""
+    """Whether the next pass to begin is an engine's."""
     outer: Outer | None = None
-    """The engine's pass that a nested one, which runs now, is inside of."""
+    """The engine's pass around the nested one that runs now."""
 
 
 _HERE = _Here()
 _LOCK = threading.Lock()
-_WATCHED: set[Outer] = set()  # the passes of engines that run
-# Of `run_backward` of PyTorch's engine, in their order.
+_WATCHED: set[Outer] = set()  # running passes of engines
+# The arguments of `run_backward` of PyTorch's engine, in order.
 _ARGUMENTS = "tensors grad_tensors keep_graph create_graph inputs allow_unreachable accumulate_grad"
 
 
 def watch(current: Outer) -> None:
-    """Lets a pass know of the passes that begin inside of it, until :func:`unwatch`.
+    """Notifies a pass of passes that begin inside it, until :func:`unwatch`.
 
-    PyTorch has no hook for this, so that its engine is wrapped while a pass of an engine runs. The
-    next pass that this thread starts is taken for the engine's.
+    PyTorch has no hook for this. Its engine is therefore wrapped while a pass of an engine runs.
+    The next pass that this thread starts counts as the engine's.
     """
     pytorch: Any = Variable
     with _LOCK:
@@ -60,7 +60,7 @@ def watch(current: Outer) -> None:
 
 
 def unwatch(current: Outer) -> None:
-    """Puts PyTorch's engine back when the last pass has ended. May be called more than once."""
+    """Restores PyTorch's engine when the last pass has ended. May be called more than once."""
     pytorch: Any = Variable
     _HERE.is_ours = False
     if _HERE.outer is current:
@@ -79,7 +79,7 @@ def is_watched(current: Outer) -> bool:
 
 @dataclass
 class _Watcher:
-    """PyTorch's engine, which notes passes that begin inside of the passes of engines."""
+    """PyTorch's engine; it notes passes that begin inside engines' passes."""
 
     engine: Any
 
@@ -101,7 +101,7 @@ class _Watcher:
 
 
 def _changing(arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors whose `.grad` a pass with these arguments may add to."""
+    """The tensors to whose `.grad` a pass with these arguments may add."""
     if not arguments.get("accumulate_grad"):
         return []
     if inputs := arguments.get("inputs"):

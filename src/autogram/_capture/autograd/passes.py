@@ -1,4 +1,4 @@
-"""Backward passes of an engine, told apart from passes inside of them and in other threads."""
+"""Backward passes of an engine, distinguished from inner passes and from other threads' passes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Output = Tensor | GradientEdge | list[GradientEdge]
 
 @contextmanager
 def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
-    """Calls functions at nodes in each pass of an engine inside of a block.
+    """Calls functions at nodes in each pass of an engine within a block.
 
-    Not in passes that taps stop. Each function gets the pass, and the cotangents of the node's
-    inputs and of its results.
+    Except in passes that taps stop. Each function gets the pass, and the cotangents of the node's
+    inputs and results.
     """
 
     def call(function: Callable[..., None], *cotangents: tuple[Tensor | None, ...]) -> None:
@@ -49,7 +49,7 @@ def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
             function(current, *cotangents)
 
     handles: list[Any] = []
-    is_over: list[bool] = []  # where an interrupt has lost the handle of a hook, it does nothing
+    is_over: list[bool] = []  # disables hooks whose handles an interrupt has lost
 
     def remove() -> None:
         is_over.append(True)
@@ -66,37 +66,37 @@ def hooked(hooks: Iterable[tuple[Any, Callable[..., None]]]) -> Iterator[None]:
 class Pass:
     """A backward pass of an engine.
 
-    Other passes may run at the same time: inside of this one, where a hook or a custom autograd
-    Function differentiates something, and in other threads. Taps answer to this pass alone.
-    Gradients that passes inside of this one add to `.grad` are dropped.
+    Other passes may run at the same time: inside this one, where a hook or a custom autograd
+    Function differentiates something, and in other threads. Taps answer only to this pass.
+    Gradients that inner passes add to `.grad` are dropped.
     """
 
     channel: Channel
     """The channel of the taps that answer."""
     receiver: Any = None
-    """A `Receiver`, which is shown the cotangents of uses, or ``None``."""
+    """A `Receiver` of the uses' cotangents, or ``None``."""
     _: KW_ONLY
     hidden: int | None = None
     """The size of the leading dimension that a batched pass hides."""
     is_blocked: bool = False
-    """Whether taps stop the pass, so that nothing behind the nearest taps is differentiated."""
+    """Whether taps stop the pass, so that nothing beyond the nearest taps is differentiated."""
     is_step: bool = False
-    """Whether the pass stands for the user's backward pass, in which inner passes would add to
-    `.grad` of tensors that are not the engine's."""
+    """Whether the pass replaces the user's backward pass, in which inner passes would add to
+    `.grad` of tensors that do not belong to the engine."""
     is_alone: bool = False
     """Whether the pass is made without a vote of the processes that make passes together."""
     _number: int | None = None
     _handle: RemovableHandle | None = None
     _error: BaseException | None = None
     _aside: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = field(default_factory=dict)
-    """Gradients by the `id` of the tensors that had them."""
+    """Original gradients, by the `id` of their tensors."""
     _has_nested: bool = False
     _kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = field(default_factory=list)
     _reached: set[Recording] = field(default_factory=set)
     _retained: list[tuple[Recording, Tensor, Tensor | None]] = field(default_factory=list)
-    """Activations that keep their gradient, with the gradient that they had."""
+    """Activations that retain their gradient, with their original gradients."""
     _streams: Streams | None = None
-    """Those of a pass with a receiver that is not on the CPU alone."""
+    """The streams of a pass with a receiver, unless everything is on the CPU."""
     _waiting: deque[tuple[_Told, Tensor]] = field(default_factory=deque)
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
@@ -108,10 +108,10 @@ class Pass:
         *,
         retain_graph: bool = True,
     ) -> tuple[Tensor | None, ...]:
-        """Runs the pass, once. Gives ``None`` for inputs that the output does not depend on.
+        """Runs the pass once. Returns ``None`` for inputs that the output does not depend on.
 
         The output may be several results of one node, with a cotangent for each. Without inputs,
-        the pass goes to all leaves, and adds to their gradients.
+        the pass reaches all leaves, and adds to their gradients.
         """
         results: list[tuple[Tensor | None, ...]] = []
         self.differentiate_each([(output, cotangent, retain_graph)], inputs, results.append)
@@ -125,7 +125,7 @@ class Pass:
     ) -> None:
         """Runs the pass once for each output, with its cotangent, and whether to keep its graph.
 
-        The gradients of each are taken before the next run.
+        ``take`` receives each output's gradients before the next run.
         """
         if self.channel.before_pass is not None and not (self.is_alone or running_pass()):
             self.channel.before_pass()
@@ -144,7 +144,7 @@ class Pass:
             for output, cotangent, must_retain in outputs:
                 if isinstance(output, Tensor):
                     with torch.enable_grad():
-                        output = output.view_as(output)  # with a node where no other pass comes
+                        output = output.view_as(output)  # its node is in no other pass
                 start = output[0] if isinstance(output, list) else output
                 node = start.grad_fn if isinstance(start, Tensor) else start.node
                 assert node is not None
@@ -162,11 +162,11 @@ class Pass:
                         gradients = ()
                 take(gradients)
             self._finish()
-        if self._kept and self.hidden is None:  # else they are shown behind the batched pass
+        if self._kept and self.hidden is None:  # otherwise they are shown after the batched pass
             self.show_kept()
 
     def _end(self) -> None:
-        """Forgets the pass that was made for one output."""
+        """Forgets the pass of one output."""
         if self._handle is not None:
             self._handle.remove()
         if self._number is not None:
@@ -174,7 +174,7 @@ class Pass:
             self._number = None
 
     def _undo(self) -> None:
-        """Leaves everything as it was before the pass."""
+        """Restores everything to the state before the pass."""
         self._end()
         unwatch(self)
         self._error = None  # its traceback leads back to here
@@ -184,16 +184,16 @@ class Pass:
                 tensor.grad = gradient
 
     def reach(self, recording: Recording) -> bool:
-        """Notes that a tap of a recording is reached, and says whether its cotangent is wanted."""
+        """Notes that a tap of a recording is reached; returns whether its cotangent is wanted."""
         self._reached.add(recording)
         return self.receiver is not None and self._error is None
 
     def show(self, call: _Told, cotangent: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Makes a call with a cotangent, ``(k, *shape)`` also where a batched pass hides ``k``.
+        """Makes a call with a cotangent ``(k, *shape)``, even if a batched pass hides ``k``.
 
-        An error of the call is raised after the pass: if the error went through autograd, callbacks
-        that others have queued for the end of the pass would not run. The pass goes on to its end,
-        and nothing more is shown. The call may read ``others``, which must be waited for, too.
+        An error of the call is raised after the pass: if it went through autograd, callbacks that
+        others have queued for the end of the pass would not run. The pass goes on to its end, but
+        shows nothing more. The call may read ``others``, which must be waited for, too.
         """
         if self.hidden is None:
             self.tell(call, cotangent.unsqueeze(0), others)
@@ -202,10 +202,10 @@ class Pass:
             _Unbatch.apply(cotangent, tell, self.hidden)  # type: ignore[no-untyped-call]  # as typed in torch
 
     def tell(self, call: _Told, shown: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Makes a call with a tensor, and keeps an error as :meth:`show` does.
+        """Makes a call with a tensor, and keeps an error like :meth:`show`.
 
-        Autograd has a thread for each device. Where another thread makes a call now, it makes this
-        call as well: a thread that waited could be needed for that call.
+        Autograd has a thread for each device. If another thread is making a call, that thread makes
+        this call as well: waiting could block a thread that the other call needs.
         """
         try:
             if self._streams is not None:
@@ -218,7 +218,7 @@ class Pass:
             self._error = error
 
     def _call_in_turn(self, streams: Streams | None) -> None:
-        """Makes all calls that wait, unless another thread makes some, or one has failed."""
+        """Makes all waiting calls, unless another thread is making some, or one has failed."""
         while self._waiting and self._turn.acquire(blocking=False):
             try:
                 with nullcontext() if streams is None else streams.enter():
@@ -230,22 +230,22 @@ class Pass:
                 self._turn.release()
 
     def fail(self, error: BaseException) -> None:
-        """Keeps an error that is raised after the pass, unless there is one."""
+        """Keeps an error to raise after the pass, unless there is one already."""
         if self._error is None:
             self._error = error
 
     def keep(self, *shown: Any) -> None:
-        """Keeps a use, a function that reads what it saved, and its cotangent until later."""
+        """Keeps a use, a function that reads its saved tensors, and its cotangent for later."""
         self._kept.append(shown)
 
     def show_kept(self) -> None:
-        """Shows cotangents to the receiver, outside of the pass, and raises its error."""
+        """Shows kept cotangents to the receiver, outside of the pass; raises its error."""
         kept, self._kept = self._kept, []
         for use, saved, cotangent in kept:
             self.receiver(use, saved(), cotangent)
 
     def end_showing(self) -> None:
-        """Raises an error of a call that was made after the pass, and shows what was kept."""
+        """Raises the error of a call that was made after the pass, and shows what was kept."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -253,8 +253,8 @@ class Pass:
             self.show_kept()
 
     def note_nested(self, changing: Sequence[Tensor]) -> None:
-        """Puts aside the gradients that a pass which begins inside of this one may add to."""
-        if not self._has_nested:  # code that starts a pass may also add what the pass returns
+        """Sets aside the gradients to which a pass that begins inside this one may add."""
+        if not self._has_nested:  # code that starts a pass may itself add its results
             self._has_nested = True
             changing = [*self.channel.parameters(), *changing]
         for tensor in changing:
@@ -265,14 +265,14 @@ class Pass:
                     tensor.grad = None
 
     def _put_back(self) -> list[Tensor]:
-        """Puts back gradients, and returns tensors that are alive and got another one meanwhile."""
+        """Restores gradients, and returns living tensors that got another one in the meantime."""
         changed = []
         for key, (reference, gradient) in [*self._aside.items()]:
             tensor = reference()
             if tensor is not None and tensor.grad is not gradient:
                 changed += [tensor] if tensor.grad is not None else []
                 tensor.grad = gradient
-            del self._aside[key]  # nothing else has the gradient before it is back
+            del self._aside[key]  # only now does something else hold the gradient
         return changed
 
     def _begin(self, _: object) -> None:
@@ -282,7 +282,7 @@ class Pass:
             SILENT_PASSES[self._number] = self
 
     def _finish(self) -> None:
-        """Raises an error that was found during the pass."""
+        """Raises an error found during the pass."""
         changed = self._put_back()
         names = self.channel.parameters(changed) if changed else {}
         hidden = [f"`{names[tensor]}`" for tensor in changed if tensor in names]
@@ -308,7 +308,7 @@ class Pass:
 
 
 class _Unbatch(torch.autograd.Function):
-    """Hands on a cotangent with the leading dimension that a batched pass hides."""
+    """Passes on a cotangent with the leading dimension that a batched pass hides."""
 
     @staticmethod
     def forward(cotangent: Tensor, receive: Callable[[Tensor], None], hidden: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""What one node computes or has saved, where a checkpoint may run a part of the model again for it.
+"""Reads a node's saved tensors, or calls the node, where a checkpoint may run a part again for it.
 
-A checkpoint computes what a part has saved once for each backward pass, or for each group of
-passes, and keeps what nobody asks for as long as the graph is alive.
+A checkpoint recomputes a part's saved tensors once for each backward pass, or for each group of
+passes. Recomputed tensors that nobody reads stay in memory as long as the graph.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from autogram._capture.autograd.passes import Pass
 
 T = TypeVar("T")
 
-# Passes of one group run a part once. Without groups, in old versions, each read runs it.
+# Passes of one group run a part once. Old versions have no groups: each read runs it.
 _Group: Any = getattr(checkpoint, "GraphExecGroup", nullcontext)
 
 
 def checkpointed_parts(nodes: Iterable[Any]) -> dict[Any, None]:
-    """The parts of checkpoints, each once, that run again where some nodes' saved tensors are read.
+    """The parts of checkpoints, each once, that run again if some nodes' saved tensors are read.
 
-    Not those of a call whose result was a slice that was changed in place: its node hides them.
+    It misses parts of a call whose result was a slice changed in place: its node hides them.
     """
     saved = [
         getattr(node, field, None)
@@ -40,12 +40,12 @@ def checkpointed_parts(nodes: Iterable[Any]) -> dict[Any, None]:
 
 
 def _raw_fields(node: Any) -> list[str]:
-    """The names of a node's fields that have what it saved, as it is packed."""
+    """The names of the fields that hold a node's saved tensors in packed form."""
     return [f"_raw{field}" for field in kind_of_node(type(node)).tensors]
 
 
 def _part(unpack: Any) -> Any:
-    """What PyTorch keeps of the part that runs again where a tensor is unpacked, or ``None``."""
+    """PyTorch's record of the part that runs again to unpack a tensor, or ``None``."""
     if "checkpoint" not in getattr(unpack, "__module__", ""):
         return None
     names, cells = unpack.__code__.co_freevars, unpack.__closure__ or ()
@@ -54,20 +54,20 @@ def _part(unpack: Any) -> Any:
 
 @dataclass
 class Lent:
-    """The tensors that one node saved, read once, for any number of uses of the node.
+    """The saved tensors of one node, read once, for any number of uses of the node.
 
-    A checkpoint lets each tensor be read once in a pass: after that, it must be given back.
+    A checkpoint allows one read of each tensor in a pass: after that, it must be given back.
     """
 
     node: Any
     values: dict[str, Any]
-    """By field: a tensor, or several."""
+    """By field: a tensor, or several of them."""
     _entries: list[tuple[Any, Any, Tensor]]
-    """For each tensor of a checkpoint: the part, what stands for the tensor, and the tensor."""
+    """For each checkpointed tensor: the part, the tensor's placeholder, and the tensor."""
 
     @classmethod
     def of(cls, node: Any) -> Lent:
-        """What a node saved, which is read now."""
+        """Reads a node's saved tensors now."""
         values, entries = {}, []
         for field in kind_of_node(type(node)).tensors:
             values[field] = value = getattr(node, field)
@@ -86,7 +86,7 @@ class Lent:
             return getattr(self.__dict__["node"], field)
 
     def give_back(self) -> None:
-        """Lets the node read its tensors once more, in the pass that runs."""
+        """Lets the node read its tensors once more, in the running pass."""
         current = torch._C._current_graph_task_id()
         if hasattr(_Group, "_get_current_group"):
             current = _Group._get_current_group() or current
@@ -110,14 +110,14 @@ class Recomputing:
 
     def __init__(self, parts: Iterable[Any]) -> None:
         self._parts = parts
-        self._passes: set[int] = set()  # their numbers, by which parts run where no group is
+        self._passes: set[int] = set()  # their numbers identify passes if there is no group
         self.group = _Group()
-        """To be entered where saved tensors are read."""
+        """A context to enter when saved tensors are read."""
 
     def call(self, current: Pass, function: Callable[[], T]) -> T:
-        """Calls a function that reads what nodes have saved, in a pass that reaches no node.
+        """Calls a function that reads nodes' saved tensors, in a pass that reaches no node.
 
-        The pass asks for no inputs: PyTorch would let nodes compute only what leads to these.
+        The pass asks for no inputs: PyTorch would let nodes compute only what leads to them.
         """
         results: list[T] = []
 
@@ -135,11 +135,11 @@ class Recomputing:
         return results[0]
 
     def note_pass(self) -> None:
-        """Notes the pass that runs."""
+        """Notes the running pass."""
         self._passes.add(torch._C._current_graph_task_id())
 
     def release(self) -> None:
-        """Frees what the parts have computed."""
+        """Frees the tensors that the parts have computed."""
         for part in self._parts:
             for key in (self.group, *self._passes):
                 part.recomputed.pop(key, None)

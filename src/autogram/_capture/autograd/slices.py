@@ -1,8 +1,8 @@
-"""Slices: which dimensions of a tensor a slice or a view of it keeps, where no node tells.
+"""Slices: the dimensions of a tensor that a slice or a view keeps, where nodes do not tell.
 
-Where a slice of a tensor is changed in place, autograd puts a node ``CopySlices`` behind the whole
-tensor, which tells neither which slice that is nor by what it was changed. So a recording notes it
-at the node. The node of a view by ``as_strided`` does not tell the strides of what is viewed.
+If a slice of a tensor is changed in place, autograd puts a node ``CopySlices`` behind the whole
+tensor. The node tells neither the slice nor the call that changed it; a recording therefore notes
+both at the node. The node of a view by ``as_strided`` does not tell the strides of its base.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from autogram._blocks import Region
 
 CHANGE = "CopySlices"
-"""The operation of nodes behind tensors of which a slice was changed in place."""
+"""The operation of nodes behind tensors with a slice that was changed in place."""
 
-_KEY = "autogram: the slice that was changed"  # in the dict that a node keeps for its users
+_KEY = "autogram: the slice that was changed"  # key in the dict that a node keeps for its users
 
 
 class ChangedSlice(NamedTuple):
@@ -34,16 +34,16 @@ def note_change(node: Any, whole: Tensor, part: Tensor) -> None:
 
 
 def changed_slice(node: Any) -> ChangedSlice | None:
-    """The slice that was changed at such a node, if a recording has noted it."""
+    """The slice changed at such a node, if a recording has noted it."""
     found: ChangedSlice | None = node.metadata.get(_KEY)
     return found
 
 
 @lru_cache(maxsize=4096)
 def kept_by_slice(found: ChangedSlice) -> tuple[int, ...]:
-    """The dimension of a slice that has a whole dimension of the tensor, in order, or -1.
+    """For each dimension of the tensor, the same dimension of a slice, or -1 if it lacks that.
 
-    One for each dimension of the tensor; none where nothing is known of the slice.
+    Empty if nothing is known of the slice.
     """
     whole, part = found
     if part.offset < whole.offset:
@@ -56,16 +56,16 @@ def kept_by_slice(found: ChangedSlice) -> tuple[int, ...]:
 def kept_dims(node: Any) -> tuple[tuple[int, int], ...]:
     """Pairs of a dimension of a view by ``as_strided`` and a dimension of the viewed tensor.
 
-    An element of index i along the one is an element of index i, or of one of the indices from ki
-    to ki + k - 1, along the other, whatever its other indices are.
+    An element of index i along the one has index i along the other, or one of the indices from ki
+    to ki + k - 1, whatever its other indices are.
 
-    A view has such a node, too, if what it is a view of was changed in place. No attribute of the
-    node tells the strides of the viewed tensor, and equal graphs may differ in them. The gradient
-    that the node returns has these strides, and costs nothing on a device without memory.
+    A view whose base was changed in place also has such a node. The node has no attribute for
+    the strides of its base, and equal graphs may differ in them. The gradient that the node
+    returns has these strides, and costs nothing on a device without memory.
     """
     view = Region(0, node._saved_size, node._saved_stride)
     viewed = node(torch.empty(view.shape, device="meta"))
-    # From the first element of both tensors to the last one. The offsets themselves are not known.
+    # From the first to the last element of both tensors. Their offsets are unknown.
     places = viewed.untyped_storage().nbytes() // viewed.element_size()
     ours, theirs = (_digits(of, slack=places - of.places) for of in (view, Region.of(viewed)))
     return tuple(
@@ -80,7 +80,7 @@ def kept_dims(node: Any) -> tuple[tuple[int, int], ...]:
 
 @lru_cache(maxsize=1024)
 def is_pointwise(name: str) -> bool:
-    """Whether an operation computes each element from those in its place, by PyTorch's tags."""
+    """Whether an operation, by PyTorch's tags, computes elements from those in the same place."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else [getattr(packet, x) for x in packet.overloads()]
     return any(torch.Tag.pointwise in overload.tags for overload in overloads)
@@ -89,8 +89,8 @@ def is_pointwise(name: str) -> bool:
 def _digits(of: Region, start: int = 0, slack: int = 0) -> dict[int, tuple[int, int]]:
     """The dimensions whose index is a digit of each element's position.
 
-    That is, ``position % period // stride``. For each of them, stride and period. The first
-    element's position is ``start``, or at most ``slack`` behind it.
+    The digit is ``position % period // stride``; returns stride and period of each dimension. The
+    first element's position is ``start``, or at most ``slack`` after it.
     """
     dims = zip(of.shape, of.strides, strict=True)
     ways = [(d, n, step) for d, (n, step) in enumerate(dims) if n > 1 and step]

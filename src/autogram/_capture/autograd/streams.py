@@ -1,7 +1,8 @@
-"""Streams of a GPU: what a pass shows is taken in on the streams of the thread that made the pass.
+"""Streams of a GPU: a pass's results are taken in on the streams of the thread that made the pass.
 
-Autograd runs each node on the stream of its forward call, in a thread for each device. When a pass
-has ended, the streams of its caller wait for those on which gradients of leaves were computed. Taps
+Autograd runs each node on the stream of its forward call, with a thread for each device. At the end
+of a pass, the streams of its caller wait for streams that computed gradients of leaves. Taps
+compute none.
 compute none.
 """
 
@@ -22,10 +23,10 @@ class Streams:
         self._own = {device: torch.accelerator.current_stream(device) for device in of_gpus}
 
     def take(self, tensors: Sequence[Tensor]) -> bool:
-        """Lets these streams wait for tensors that this thread computes, and keeps their memory.
+        """Makes these streams wait for tensors that this thread computes, and keeps their memory.
 
-        The first tensor tells the device. Returns whether this thread launches its work on these
-        streams as it is: to ask PyTorch again would take as long as a small operation.
+        The first tensor tells the device. Returns whether this thread already launches its work on
+        these streams, because asking PyTorch again would take as long as a small operation.
         """
         device = tensors[0].device
         own = self._own.get(device)
@@ -38,7 +39,7 @@ class Streams:
         return False
 
     def enter(self) -> ExitStack:
-        """Launches the work of this thread on these streams, until the stack is left."""
+        """Launches this thread's work on these streams, until the stack is left."""
         stack = ExitStack()
         for device, own in self._own.items():
             if own != torch.accelerator.current_stream(device):

@@ -1,1 +1,1 @@
-"""The backward side: one pass past the taps, whose cotangents become columns of J."""
+"""The backward side: one pass past the taps, which turns cotangents into columns of J."""

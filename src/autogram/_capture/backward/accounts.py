@@ -23,20 +23,20 @@ class Account:
     columns: Columns | None
     """The blocks that have arrived; ``None`` once they are complete and taken."""
     expected: int = 0
-    """How many uses, and derived tensors, have not arrived."""
+    """Number of uses and derived tensors that have not arrived yet."""
 
 
 class Accounts(dict["Tensor | Tracked", Account]):
     """The accounts of parameters and derived tensors, opened when first asked for.
 
-    To ask for an account says that a use or a block has arrived: open accounts have columns.
-    A region of a parameter has the account of the parameter. The ``uses`` are expected to arrive.
+    Asking for an account means that a use or a block has arrived: open accounts have columns.
+    A region of a parameter has the parameter's account. The ``uses`` are expected to arrive.
     """
 
     def __init__(self, run: Run, uses: Iterable[Use]) -> None:
         super().__init__()
         self._run = run
-        # By the `id` of an owner without an account, of which the uses hold each.
+        # Readers by the `id` of an owner without an account; the uses keep the owner alive.
         self._readers: dict[int, list[Use | Tracked]] = {}
         derived: dict[Tracked, None] = {}
         for use in uses:
@@ -50,7 +50,7 @@ class Accounts(dict["Tensor | Tracked", Account]):
                 self._readers.setdefault(id(parameter), []).append(tracked)
 
     def read_by(self, use: Use, uses: AbstractSet[Use]) -> list[Tensor] | None:
-        """The parameters of a use, if only some uses read them, and each is where it was then."""
+        """The parameters of a use, if only some uses read them, and none was moved since."""
         owners: dict[int, Tensor] = {}
         for tracked in use.reads:
             place, parameter = tracked.place, tracked.sources[0]
@@ -64,7 +64,7 @@ class Accounts(dict["Tensor | Tracked", Account]):
         return list(owners.values())
 
     def closed(self, uses: Iterable[Use]) -> set[Use]:
-        """Those of some uses that read nothing which other uses read, too."""
+        """The uses among some that share no owner with uses outside of them."""
         closed = set(uses)
         while others := {use for use in closed if self.read_by(use, closed) is None}:
             closed -= others

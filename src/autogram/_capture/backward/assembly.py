@@ -1,4 +1,4 @@
-"""One pass: takes in the blocks of uses as they arrive, and puts columns together."""
+"""One pass: takes in the blocks of uses as they arrive, and assembles columns."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from autogram._capture.limit import retried
 from autogram._capture.tracked import Tracked
 from autogram._capture.uses import Contribution, RuleUse, Use, pull_back
 
-# Small parts of the Gramian are added up together, and larger ones as they come.
+# Small parts of the Gramian are added up together, larger ones one by one.
 _MOST_IN_PARTS = 2**17
 
-# Parameters, with all of their columns.
+# Parameters with all of their columns.
 Complete = list[tuple[Tensor, Columns]]
 
 
 def assemble(run: Run) -> None:
-    """Makes one pass past the taps, which gives a run the columns of all parameters."""
+    """Makes one pass past the taps, and gives a run the columns of all parameters."""
     is_read = run.channel.reads_graph
     assembly = visit(
         run.channel,
@@ -53,13 +53,13 @@ def assemble(run: Run) -> None:
 
 
 class Assembly:
-    """A receiver of cotangents, for one pass, that puts the columns of each parameter together.
+    """A receiver of cotangents, for one pass, that assembles the columns of each parameter.
 
-    When all uses of a parameter have arrived, its columns are complete: they are contracted, and
-    dropped unless they are kept, so that few are alive at a time. The survey tells how many uses
-    there will be; where there may be others, all columns wait for the end of the pass.
+    When all uses of a parameter have arrived, its columns are complete. They are then contracted,
+    and dropped unless they are kept, so that few exist at a time. The survey tells the number of
+    expected uses. If there may be others, all columns wait for the end of the pass.
 
-    A pass that is verified contracts what any pass contracts. The check sees columns before they
+    A verified pass contracts the same as any other pass. The check sees columns before they
     are dropped, or where they are kept.
     """
 
@@ -67,13 +67,13 @@ class Assembly:
         self._run, self._layouts = run, run.layouts
         self.limit, self.form = run.devices.limit, run.form
         self._accounts = Accounts(run, run.survey.uses)
-        self._columns: dict[Tensor, Columns] = {}  # those that are kept
-        self._taken = 0  # elements of rows that are larger than factors
+        self._columns: dict[Tensor, Columns] = {}  # kept columns
+        self._taken = 0  # elements of kept rows that are larger than factors
         self._rooms: dict[torch.device, int] = {}  # for such rows, when the pass began to keep any
         self._bundles = Bundles()
-        self._parts: list[Tensor] = []  # of the Gramian, ``(m, m)``
+        self._parts: list[Tensor] = []  # parts of the Gramian, ``(m, m)``
         self._is_complete = not run.survey.may_hide_taps
-        # Whether nothing but the Gramian and what a fused step keeps is asked for.
+        # Whether only the Gramian, and what a fused step keeps, is requested.
         is_bare = run.is_summed and run.summary is None and not run.sinks
         self._is_bare = is_bare and self._is_complete and run.layouts is not None
         run.unseen.clear()
@@ -94,7 +94,7 @@ class Assembly:
     def __call__(self, use: Use, saved: tuple[Tensor, ...], cotangent: Tensor) -> None:
         """Takes in one use."""
         self._has_arrivals = True
-        if cotangent.numel():  # else it is of no sample, or of no position
+        if cotangent.numel():  # otherwise it has no sample, or no position
             layout = self._layouts.layout(use, cotangent) if self._layouts else None
             if isinstance(layout, Folded) and self._contract_alone(use, layout, saved, cotangent):
                 return
@@ -105,10 +105,10 @@ class Assembly:
         self._take(self._count(use.reads))
 
     def layouts_inside(self, uses: Sequence[Use]) -> dict[Use, Folded]:
-        """Those of some uses that a compiled part may contract itself, with their layouts.
+        """The uses among some that a compiled part may contract itself, with their layouts.
 
-        A part may if nothing but the Gramian and what a fused step keeps is asked for, and if all
-        other uses of what they read are among them.
+        It may if only the Gramian, and what a fused step keeps, is requested, and if all other
+        uses of the same tensors are among them.
         """
         if self._layouts is None or not self._is_bare or self._run.objectives.per_sample > 1:
             return {}
@@ -116,9 +116,9 @@ class Assembly:
         return {use: layouts[use] for use in self._accounts.closed(layouts)}
 
     def has_room(self, device: torch.device, elements: int) -> bool:
-        """Whether so many more elements of rows that are larger than factors may be kept.
+        """Whether there is room for so many more elements of rows that are larger than factors.
 
-        The kernels are asked once in a pass. For a GPU, they walk all statistics of its allocator.
+        Kernels are asked only once in a pass: on a GPU, they walk all statistics of its allocator.
         """
         if device not in self._rooms:
             self._rooms[device] = self._run.devices.on(device).room(device)
@@ -131,9 +131,9 @@ class Assembly:
         kept: Mapping[Tensor, Iterable[Factors]],
         taken: int,
     ) -> None:
-        """Takes what a compiled part has contracted itself: the Gramian of what some uses read.
+        """Takes the Gramian of some uses that a compiled part has contracted itself.
 
-        For gradients, factors of each parameter may be ``kept``, among which are ``taken`` elements
+        For gradients, factors of each parameter may be ``kept``. Among these are ``taken`` elements
         of rows that are larger than factors.
         """
         self._has_arrivals = True
@@ -151,7 +151,7 @@ class Assembly:
     def add(
         self, use: Use, layout: Placement | None, subset: Subset | None, found: Contribution
     ) -> None:
-        """Adds a block to the columns of what it is for, and to the summary."""
+        """Adds a block to the columns of its tensor, and to the summary."""
         self._has_arrivals = True
         if self._run.summary is not None:
             self._run.summary.add(use, layout, subset, found)
@@ -164,7 +164,7 @@ class Assembly:
         """Takes columns that wait for other uses or for a bundle, and gives the run its results."""
         if not self._has_arrivals:
             refuse_unconnected()
-        # Derived tensors come first: to be pulled back, they may need accounts of parameters.
+        # Derived tensors come first: pulling them back may need accounts of parameters.
         for kind in (Tracked, Tensor):
             for account in [x for x in self._accounts.values() if isinstance(x.owner, kind)]:
                 self._take(self._finish(account))
@@ -201,7 +201,7 @@ class Assembly:
     def _contract_alone(
         self, use: Use, layout: Folded, saved: tuple[Tensor, ...], cotangent: Tensor
     ) -> bool:
-        """Contracts a use by a program, if there is one. Nothing else may read what it reads."""
+        """Contracts a use with a program, if there is one. No other use may read its tensors."""
         run = self._run
         if not self._is_bare or not isinstance(use, RuleUse) or run.channel.before_pass is not None:
             return False
@@ -215,7 +215,7 @@ class Assembly:
         kept = {parameters[i]: of for i, of in found.columns.items()} if run.form else {}
         if (check := run.check) is not None:
             check.see_use(use, cotangent)
-            if run.form is None:  # the program has not kept what it has contracted
+            if run.form is None:  # the program has not kept the columns
                 each = retried(self.limit, columns_of, *given[:4], run.devices)
                 for parameter, columns in each.items():
                     retried(self.limit, check.see_columns, parameter, columns)
@@ -229,7 +229,7 @@ class Assembly:
         return True
 
     def _count(self, owners: Iterable[Tensor | Tracked]) -> Complete:
-        """Counts an arrival for each owner, and finishes accounts where no other is expected."""
+        """Counts an arrival for each owner, and finishes accounts that expect no other."""
         complete: Complete = []
         for owner in owners:
             account = self._accounts[owner]
@@ -242,7 +242,7 @@ class Assembly:
         """Closes an account, unless it is closed.
 
         Columns of a parameter are complete. Rows of a derived tensor are pulled back, and added to
-        the columns of its parameters, some of which may be complete by that.
+        the columns of its parameters, which may complete some of these.
         """
         owner, columns, account.columns = account.owner, account.columns, None
         if columns is None:
@@ -253,9 +253,9 @@ class Assembly:
         return self._count(owner.sources)
 
     def _pull_back_now(self, use: Use) -> None:
-        """Pulls rows back inside of the pass, for which parameters that are sharded are gathered.
+        """Pulls rows back within the pass, for which sharded parameters are gathered.
 
-        There may be further uses, which would all have to wait for the end of the pass.
+        Otherwise rows would wait for the end of the pass, because further uses may arrive.
         """
         for tracked in dict.fromkeys(use.reads):
             account = self._accounts[tracked]
@@ -266,9 +266,9 @@ class Assembly:
                 self._pull_back(owner, columns)
 
     def _pull_back(self, owner: Tracked, columns: Columns) -> None:
-        """Adds what a derived tensor has, pulled back, to the columns of its parameters."""
+        """Pulls back a derived tensor's columns, and adds them to those of its parameters."""
         subset = columns.narrow()
-        if any(columns.found()):  # else nothing was added, or blocks of no element
+        if any(columns.found()):  # otherwise nothing was added, or only blocks without elements
             channel, pulled = self._run.channel, None
             if channel.is_batchable:
                 pulled = retried(self.limit, pull_back_factors, channel, owner, columns)
@@ -280,7 +280,7 @@ class Assembly:
                 of_parameter.add(Region.of_parameter(parameter), block, subset)
 
     def _take(self, complete: Complete) -> None:
-        """Takes all columns of some parameters, which come once in a pass."""
+        """Takes all columns of some parameters, each of them once in a pass."""
         run = self._run
         for parameter, columns in complete:
             if run.summary is not None and columns.is_of_rows:
@@ -298,7 +298,7 @@ class Assembly:
                 self._sum(retried(self.limit, gram_of_bundle, bundle))
 
     def _sum(self, part: Tensor | None) -> None:
-        """Adds a part of the Gramian, ``(m, m)`` or ``(k, b, k, b)``; ``None`` where it is zero."""
+        """Adds a part of the Gramian, ``(m, m)`` or ``(k, b, k, b)``; ``None`` means zero."""
         if part is None:
             return
         parts, m = self._parts, self._run.objectives.losses.numel()

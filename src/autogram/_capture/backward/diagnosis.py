@@ -30,7 +30,7 @@ _MOST_NAMED = 8
 
 
 def confirm(run: Run, check: Check) -> None:
-    """Raises if a check shows that the result of a run is wrong. Else gives the run a witness."""
+    """Raises if a check shows that a run's result is wrong; otherwise gives the run a witness."""
     compared = check.compare(run.columns)
     _refuse_non_finite(run.gramian, compared)
     differing = check.differing(compared)
@@ -58,7 +58,7 @@ def confirm(run: Run, check: Check) -> None:
 
 
 def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> None:
-    """Tells the user, once, that the whole batch is treated as one sample, and why."""
+    """Tells the user, once, that the whole batch counts as one sample, and why."""
     if "coupled" in channel.told:
         return
     channel.told.add("coupled")
@@ -81,7 +81,7 @@ def tell_of_coupling(channel: Channel, samples: int, error: AutogramError) -> No
 
 
 def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
-    """Parameters that differ if the losses are one objective of one sample, without layouts."""
+    """Parameters that differ when the losses are one objective of one sample, without layouts."""
     with torch.enable_grad():
         total = (run.survey.losses * check.vector).sum()
     survey = Survey(run.channel, total)
@@ -97,7 +97,7 @@ def _differing_in_whole(run: Run, check: Check) -> list[Comparison]:
 
 
 def _refuse_non_finite(gramian: Tensor, compared: Sequence[Comparison]) -> None:
-    """Raises where a value is infinite or not a number, so that nothing can be verified."""
+    """Raises if a value is infinite or not a number, which makes verification impossible."""
     finite = torch.isfinite(gramian.diagonal())
     if not finite.all():
         bad = [str(i) for i in (~finite).nonzero().flatten().tolist()]
@@ -158,7 +158,7 @@ def _cause(in_whole: Sequence[Comparison]) -> str:
 
 
 def _describe(comparison: Comparison) -> str:
-    """A parameter, how far it is off, and the calls that use it."""
+    """Describes a parameter, its error, and the calls that use it."""
     uses = []
     for use in comparison.uses.values():
         rule = rule_name(use)

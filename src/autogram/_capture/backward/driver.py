@@ -41,16 +41,16 @@ from autogram.errors import (
 
 BatchDim = int | Literal["auto"] | None
 
-# Of so many graphs, the summaries are kept: of as many sizes of batches, for instance.
+# Summaries are kept for so many graphs, for instance of different batch sizes.
 _MOST_SUMMARIES = 16
 
-# Whether the caller looks for gradients that are not finite, as a gradient scaler does.
+# Whether the caller looks for non-finite gradients, as a gradient scaler does.
 _IS_OVERFLOW_EXPECTED = ContextVar("_IS_OVERFLOW_EXPECTED", default=False)
 
 
 @contextmanager
 def expecting_overflow(is_expected: bool) -> Iterator[None]:
-    """Says whether calls in a block, in this thread, may overflow without an error or a warning."""
+    """Sets whether calls in a block, in this thread, may overflow without an error or a warning."""
     with undone(partial(_IS_OVERFLOW_EXPECTED.set, _IS_OVERFLOW_EXPECTED.get())):
         _IS_OVERFLOW_EXPECTED.set(is_expected)
         yield
@@ -73,25 +73,25 @@ class Driver:
     ) -> None:
         self._channel = channel
         self._batch_dim = batch_dim
-        self.limit = devices.limit  # which the engine and its Jacobians share
+        self.limit = devices.limit  # shared by the engine and its Jacobians
         self._devices = devices
         self._on_unseen: Unseen = unseen
         self._replays = replays
         self._is_repeatable = False
-        self._refused = Latest[bytes, None]()  # structures of graphs whose samples were mixed
-        self._is_short_of_memory = False  # rows of all objectives were too large once
+        self._refused = Latest[bytes, None]()  # structures of graphs with mixed samples
+        self._is_short_of_memory = False  # whether all rows together were once too large
         self._remembered = Remembered()
         self._schedule = Schedule(verify)
         self.summary = Summary(self.limit)  # of the last call
         self._summaries = Latest[Hashable, Summary](_MOST_SUMMARIES)  # by graph and parameters
 
     def run(self, losses: Tensor, **asked: Any) -> Run:
-        """Makes one call. What is asked for are fields of the run, which has the results, too."""
+        """Makes one call. ``asked`` are fields of the run, which also holds the results."""
         with exact(losses.device):
             if not losses.numel():
                 return self._without_pass(losses)
             run = self._begin(losses, **asked)
-            # A check needs the graph again, and so do leaves that are no part of J.
+            # A check needs the graph again, and so do leaves outside of J.
             needs_graph = run.check is not None or bool(run.survey.tail)
             if not (run.retain_graph or needs_graph):
                 needs_graph = bool(run.survey.outside) and not run.others
@@ -101,7 +101,7 @@ class Driver:
 
     @property
     def is_settled(self) -> bool:
-        """Whether a call equal to the last one looks at no graph, and some result was confirmed."""
+        """Whether a call like the last one looks at no graph, and some result was confirmed."""
         return self._is_repeatable and self._schedule.is_confirmed
 
     def _without_pass(self, losses: Tensor) -> Run:
@@ -194,7 +194,7 @@ class Driver:
 
     @property
     def _takes_rows(self) -> bool:
-        """Whether passes for single objectives may be made: unseen uses are not told of then."""
+        """Whether to allow passes for single objectives, which report no unseen uses."""
         return self._on_unseen != "error" and not self._is_short_of_memory
 
     def _are_rows_cheaper(self, survey: Survey, form: Keep | None, is_misled: bool = False) -> bool:
@@ -204,7 +204,7 @@ class Driver:
         return self._takes_rows and is_cheaper(is_misled=is_misled)
 
     def _collect_per_sample(self, run: Run, layouts: CallLayouts) -> bool:
-        """Makes the passes, and returns whether the losses have turned out to be per-sample."""
+        """Makes the passes, and returns whether the losses turned out to be per-sample."""
         try:
             self._make_certain(run, layouts)
         except (MixedSamplesError, VerificationError) as error:
@@ -212,7 +212,7 @@ class Driver:
                 error.is_of_samples and not error.is_late
             )
             if is_certain and self._takes_back(run):
-                run.is_misled = True  # the next forward pass will tell more
+                run.is_misled = True  # the next forward pass will show more
                 return False
             if self._batch_dim != "auto" or not is_certain:
                 raise
@@ -225,16 +225,16 @@ class Driver:
         return True
 
     def _takes_back(self, run: Run) -> bool:
-        """Whether it was a guess where the samples are, so that the next graph is another one.
+        """Withdraws guesses about the samples, and returns whether the next graph will differ.
 
-        A guess that the graph does not lead to counts, too: calls may have read a detached copy.
+        Guesses that the graph does not reach count, too: calls may have read a detached copy.
         """
         learn, recordings = self._channel.counting.learn, run.survey.recordings
         guesses: set[str] = set().union(*[of.guesses for of in recordings])
         self._channel.unspread.update(guesses)
         has_learnt = learn(recordings, run.objectives.samples, are_apart=False)
         is_guess = any(of.is_guess for of in recordings)
-        # Each graph tells once. Where constants do not help either, inputs are guesses again.
+        # Each graph counts once. If constants do not help either, inputs are guesses again.
         if run.survey.structure not in self._refused and (is_guess or not (has_learnt or guesses)):
             self._refused[run.survey.structure] = None
             self._channel.guesses_inputs = not is_guess
@@ -246,8 +246,8 @@ class Driver:
     def _make_certain(self, run: Run, layouts: CallLayouts) -> None:
         """Makes a pass with the right layouts, and verifies it.
 
-        A GPU compares the values that decide while the pass is made, which is made again if these
-        are others.
+        A GPU compares the deciding values during the pass. If they have changed, the pass is made
+        again.
         """
         with showing(run.survey.tail) if run.survey.tail else nullcontext():
             layouts.begin()
@@ -282,20 +282,20 @@ class Driver:
 
 
 class Drivers:
-    """The drivers of an engine, each of which serves one call at a time.
+    """The drivers of an engine. Each serves one call at a time.
 
-    Calls one after the other share one driver, whichever thread they come from. Calls at the same
-    time, in several threads or inside of one another, have different drivers, which share nothing
-    that is remembered.
+    Successive calls share one driver, whichever thread makes them. Simultaneous calls, in several
+    threads or inside one another, have different drivers, which share nothing that they
+    remember.
     """
 
     def __init__(self, make: Callable[[], Driver]) -> None:
         self._make = make
-        self.last = make()  # that of the last call that has ended
+        self.last = make()  # driver of the last call that has ended
         self._idle = [self.last]
 
     def run(self, losses: Tensor, **asked: Any) -> Run:
-        """One call of an engine, by a driver that serves no other: as :meth:`Driver.run`."""
+        """Makes one call with a driver that is free; see :meth:`Driver.run`."""
         try:
             driver = self._idle.pop()
         except IndexError:
@@ -304,7 +304,7 @@ class Drivers:
             return retried(driver.limit, driver.run, losses, **asked)
 
     def _release(self, driver: Driver) -> None:
-        """Lets other calls have a driver."""
+        """Frees a driver for other calls."""
         self.last = driver
         if driver not in self._idle:
             self._idle.append(driver)

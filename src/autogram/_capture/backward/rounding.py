@@ -1,4 +1,4 @@
-"""Rounding: how far a right result may be from another one."""
+"""Rounding: how far apart two right results may be."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autogram._capture.autograd.graph import kind_of_node, use_of
 from autogram._capture.backward.witness import norm, real_numbers
 from autogram._capture.samples.objectives import Objectives
 
-# So many times the rounding errors of autograd's passes are not blamed on the engine.
+# Errors up to so many times autograd's rounding errors are not blamed on the engine.
 _MOST_ROUNDINGS = 8
-# Two shares that one of two vectors may have in an entry of their sum, exact in any dtype.
+# Shares of an entry that one of two summands may get, exact in any dtype.
 _SHARES = (3 / 8, 5 / 8), (5 / 16, 7 / 16)
-# The most passes that one sum is split into.
+# The most passes that a sum is split into.
 _MOST_PASSES = 8
 
-# By more than this share of the tolerance, rounding cannot change a sum over both halves of the
-# samples: each sample keeps its numbers, and only sums over samples are rounded otherwise.
+# Rounding changes a sum over both halves of the samples by at most this share of the tolerance:
+# each sample keeps its numbers, and only sums over samples are rounded differently.
 _SHARE_OF_HALVES = 1 / 4
 
 # With TF32, matrix products and convolutions keep ten bits of each number in float32.
@@ -34,13 +34,13 @@ _Gradients = Mapping[Tensor, Tensor | None]
 
 
 class Rounding:
-    """How much rounding changes Jᵀ u, which takes further passes of autograd.
+    """The effect of rounding on Jᵀ u, measured with additional passes of autograd.
 
     Args:
         vector: u, of the losses' shape.
         gradients: Jᵀ u for each parameter.
         objectives: The objectives of the losses.
-        differentiate: A pass: Jᵀ v for another vector v.
+        differentiate: Makes a pass: Jᵀ v for another vector v.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Rounding:
         self._objectives, self._differentiate = objectives, differentiate
 
     def explains(self, parameter: Tensor, distance: float, limit: float) -> bool:
-        """Whether rounding explains how far a product is from Jᵀ u for one parameter.
+        """Whether rounding explains the distance of a product from Jᵀ u for one parameter.
 
-        A hook on gradients that is not linear changes the sums that rounding is measured by. Other
-        than rounding, it also changes the sum over both halves of the samples, or Jᵀ (-u / 2).
+        A nonlinear hook on gradients changes the sums that measure rounding. Unlike rounding, it
+        also changes the sum over both halves of the samples, or Jᵀ (-u / 2).
 
         Args:
-            parameter: One that the losses depend on.
-            distance: How far both are apart, as a norm.
-            limit: How far both may be apart without a measurement.
+            parameter: A parameter that the losses depend on.
+            distance: The norm of the difference of both.
+            limit: The largest distance that needs no measurement.
         """
         if distance > _MOST_ROUNDINGS * self._errors.get(parameter, 0.0):
             return False
@@ -72,20 +72,20 @@ class Rounding:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the passes were made."""
+        """Whether the additional passes were made."""
         return "_errors" in self.__dict__
 
     @property
     def most(self) -> float:
-        """The most by which rounding changes the norm of Jᵀ u."""
+        """The largest change of the norm of Jᵀ u by rounding."""
         return _MOST_ROUNDINGS * hypot(*self._errors.values())
 
     @cached_property
     def _errors(self) -> dict[Tensor, float]:
-        """By how much autograd errs for each parameter: if u is a sum, Jᵀ u is one, but not quite.
+        """Autograd's error for each parameter: if u is a sum, Jᵀ u should be the sum of its parts.
 
-        Passes for single objectives of all samples err as those of the engine do. Shares of u that
-        are random, and no powers of two, have all products rounded to other numbers.
+        Passes for single objectives of all samples err like those of the engine. Random shares
+        of u, which are not powers of two, make all products round differently.
         """
         u, sums = self._vector, []
         if (k := self._objectives.per_sample) > 1:
@@ -102,7 +102,7 @@ class Rounding:
 
     @cached_property
     def _of_halves(self) -> dict[Tensor, tuple[float, float]]:
-        """How far -2 Jᵀ (-u / 2) is from Jᵀ u for each parameter, by a pass for each half of B."""
+        """Per parameter: how far -2 Jᵀ (-u / 2) is from Jᵀ u, with one pass for each half of B."""
         u, dim = -self._vector / 2, self._objectives.batch_dim
         if dim is None:
             return self._compare(-2, [u])
@@ -131,7 +131,7 @@ def difference_of(first: Tensor, second: Tensor) -> Tensor:
 
 
 def tolerance(dtypes: Iterable[torch.dtype], nodes: Iterable[Any], *, is_cuda: bool) -> float:
-    """The largest relative error of a right result of some nodes, in which there are some dtypes.
+    """The largest relative error of a right result of some nodes that use some dtypes.
 
     A sum of n numbers errs by about √n roundings, and no longer changes beyond n = 1 / ε: a
     right result may be off by √ε.
@@ -141,15 +141,15 @@ def tolerance(dtypes: Iterable[torch.dtype], nodes: Iterable[Any], *, is_cuda: b
 
 
 def _epsilon(dtype: torch.dtype, *, is_tf32: bool) -> float:
-    """The distance from 1 to the next number of a dtype, or what TF32 products keep of it."""
+    """The distance from 1 to the next number of a dtype, or of TF32 products in it."""
     is_coarse = is_tf32 and dtype == torch.float32
     return _EPSILON_OF_TF32 if is_coarse else float(torch.finfo(dtype).eps)
 
 
 def may_be_tf32(nodes: Iterable[Any]) -> bool:
-    """Whether a GPU may have rounded what was multiplied in float32 behind some nodes.
+    """Whether a GPU may have rounded factors in float32 to TF32 behind some nodes.
 
-    PyTorch's default is that convolutions and recurrent layers do, and matrix products do not.
+    By PyTorch's default, convolutions and recurrent layers do so, but matrix products do not.
     """
     backends: Any = torch.backends  # typed without these modules
     if backends.cuda.matmul.fp32_precision not in _EXACT:

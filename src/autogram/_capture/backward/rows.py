@@ -1,8 +1,8 @@
-"""Rows of objectives of the whole batch, by an ordinary backward pass for each of them.
+"""Rows of objectives of the whole batch, with an ordinary backward pass for each of them.
 
-Where the batch is one sample, the Gramian of most layers is computed from rows, and a row is what
-PyTorch gives as a gradient. A pass for all objectives at once would need their cotangents at the
-same time, and many operators are slow with a further dimension.
+If the batch is one sample, most layers' Gramian is computed from rows, and a row is a gradient by
+PyTorch. A single pass for all objectives would hold all their cotangents at the
+same time, and many operators are slow with an additional dimension.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def are_rows_cheaper(
 ) -> bool:
     """Whether to make a pass for each objective.
 
-    Rows that all stay in a cache are, whatever factors would cost. Others are if the Gramian of
-    most columns is computed from rows, by what is ``known`` of such a graph, and if all rows
-    together need no more memory than there is room for, or than the cotangents of all objectives
-    do. None are if factors are asked for, or if the device would wait for the launches of more
-    passes. After a wrong guess, which ``is_misled``, a pass for all objectives might need many
+    Yes if all rows stay in a cache, whatever factors would cost. Otherwise yes if the Gramian of
+    most columns is computed from rows, as is ``known`` from an earlier such graph, and if all rows
+    together fit in the available memory, or need no more than the cotangents of all objectives.
+    No if factors are requested, or if the device would wait for the launches of more
+    passes. After a wrong guess (``is_misled``), a pass for all objectives might need many
     times the memory of a step.
     """
     losses, channel, parameters = survey.losses, survey.channel, survey.inside
@@ -51,7 +51,7 @@ def are_rows_cheaper(
         return False
     read = {p for use in survey.uses for tracked in use.reads for p in tracked.sources}
     if not read.issubset(parameters):
-        return False  # some are no leaves
+        return False  # some are not leaves
     kernels, m = devices.on(losses.device), losses.numel()
     elements, sizes = sum([p.numel() for p in parameters]), [prod(x.shape) for x in survey.uses]
     prices = kernels.prices(losses.dtype)
@@ -64,9 +64,9 @@ def are_rows_cheaper(
 
 
 def assemble_rows(run: Run) -> None:
-    """Gives a run the columns of all parameters, as :func:`assemble` does, from ordinary passes.
+    """Gives a run the columns of all parameters, like :func:`assemble`, from ordinary passes.
 
-    And the gradients of its other leaves, objective by objective.
+    It also gives the gradients of the run's other leaves, objective by objective.
     """
     survey, device = run.survey, run.survey.losses.device
     inside = set(survey.inside)
@@ -110,7 +110,7 @@ def assemble_rows(run: Run) -> None:
 
 
 def few_others(survey: Survey, devices: Devices) -> list[Tensor]:
-    """The leaves that are no part of J, if the gradients of all leaves stay in a cache."""
+    """The leaves outside of J, if the gradients of all leaves stay in a cache."""
     losses, others = survey.losses, [x for x in survey.outside if x.requires_grad]
     elements = losses.numel() * sum([x.numel() for x in survey.leaves])
     is_few = elements <= devices.on(losses.device).at_once(elements, losses)
@@ -120,8 +120,8 @@ def few_others(survey: Survey, devices: Devices) -> list[Tensor]:
 def _outputs(run: Run) -> Iterator[tuple[Tensor | GradientEdge, Tensor, bool]]:
     """For each objective: what to differentiate, its cotangent, and whether to keep the graph.
 
-    Losses that came one by one are differentiated so: zeros for all others would pass through their
-    nodes.
+    Losses that came one by one are differentiated one by one: otherwise zeros for all others
+    would pass through their nodes.
     """
     losses = run.survey.losses
     m, node = losses.numel(), losses.grad_fn
@@ -141,13 +141,13 @@ def _outputs(run: Run) -> Iterator[tuple[Tensor | GradientEdge, Tensor, bool]]:
 
 
 def _is_plain(parameter: Tensor, device: torch.device) -> bool:
-    """Whether the rows of a parameter fit beside those of others on a device."""
+    """Whether a parameter's rows can be stored with those of others on a device."""
     is_dense = type(parameter) in (Tensor, torch.nn.Parameter)
     return is_dense and parameter.device == device and parameter.dtype.itemsize > 1
 
 
 def _summarise(rows: Rows, run: Run, summary: Summary) -> None:
-    """Notes the rows of each parameter for a report."""
+    """Notes each parameter's rows for a report."""
     summary.restart(Objectives(run.survey.losses, None))
     whole = Recording(run.channel, run.survey.names, count=-1)
     use = FallbackUse.of(whole, "an ordinary pass", run.survey.losses, (), ())

@@ -1,4 +1,4 @@
-"""A run: one call of an engine, what it is asked for and what it has found, also for a report."""
+"""A run: one call of an engine, with its request, its results, and facts for a report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UseReport:
     Attributes:
         function: The torch function.
         index: The number of the call among the calls of its forward pass that read parameters.
-        rule: The qualified name of the rule that the block is from, or ``None`` for explicit rows
+        rule: The qualified name of the rule that gave the block, or ``None`` for explicit rows
             by vector-Jacobian products, whose cost is not known.
         layout: Where the samples are in the result, or ``None`` where the batch is one sample.
         is_derived: Whether the call reads a tensor that is derived from the parameter. Factors or
@@ -53,11 +53,11 @@ class UseReport:
 
 @dataclass(frozen=True)
 class BlockSummary:
-    """One block: its use, the tensor that it is for, and the shapes of the factors."""
+    """One block: its use, its tensor, and the shapes of the factors."""
 
     use: UseReport
     call: int
-    """A number that is equal for all blocks of one call in this pass."""
+    """A number shared by all blocks of one call in this pass."""
     subset: Subset | None
     """The samples that the rows belong to, or ``None`` for all of them."""
     sources: tuple[tuple[str, Region], ...]
@@ -75,14 +75,14 @@ class Summary:
     """What one pass did, block by block. It holds no tensor."""
 
     limit: Limit
-    """The limit of the engine, as it is now."""
+    """The engine's limit, as it is now."""
     samples: int = 0
     per_sample: int = 0
     blocks: list[BlockSummary] = field(default_factory=list)
     names: dict[str, bool | None] = field(default_factory=dict)
-    """The parameters of the modules: whether they are trainable, ``None`` if they are left out."""
+    """The parameters of the modules: whether they are trainable; ``None`` if they are left out."""
     elements_of_rows: int = 0
-    """How many elements have the parameters whose Gramian is computed from rows."""
+    """Number of elements of the parameters whose Gramian is computed from rows."""
 
     def restart(self, objectives: Objectives) -> None:
         """Forgets an earlier pass."""
@@ -109,15 +109,15 @@ class Sink(Protocol):
     """Takes the columns of parameters one after the other, as soon as they are complete."""
 
     def restart(self, objectives: Objectives) -> None:
-        """Begins a pass, and forgets what was taken in another."""
+        """Begins a pass, and forgets the columns of earlier passes."""
 
     def take(self, parameter: Tensor, columns: Columns) -> None:
-        """Takes all columns of a parameter, which come once in a pass."""
+        """Takes all columns of a parameter, once in a pass."""
 
 
 @dataclass(eq=False)
 class Run:
-    """One call of an engine, which makes as many passes as it needs. Lives as long as the call."""
+    """One call of an engine, which makes as many passes as it needs. It exists only that long."""
 
     channel: Channel
     devices: Devices
@@ -134,26 +134,26 @@ class Run:
     is_summed: bool = True
     """Whether to add up the Gramian."""
     sinks: Sequence[Sink] = ()
-    """What takes the columns of each parameter."""
+    """Receivers of the columns of each parameter."""
     summary: Summary | None = None
-    """The summary to which each block is added; ``None`` if an earlier call has a summary of this
+    """The summary to which to add each block; ``None`` if an earlier call has a summary of this
     graph."""
     must_verify: bool = False
-    """Whether to raise an error if gradients that are not finite prevent the verification."""
+    """Whether to raise an error if non-finite gradients prevent the verification."""
     retain_graph: bool = True
     """Whether the graph is needed after the pass."""
     is_step: bool = False
-    """Whether the pass stands for the user's own backward pass."""
+    """Whether the pass replaces the user's own backward pass."""
     others: Sequence[Tensor] = ()
-    """Leaves that are no part of J, whose gradients are taken, too."""
+    """Leaves outside of J whose gradients are also taken."""
     are_single: bool = False
     """Whether the losses came one by one, each of the whole batch."""
     is_misled: bool = False
-    """Whether the batch is one sample because of a wrong guess, which later calls do not make."""
+    """Whether the batch is one sample because of a wrong guess, which later calls will not make."""
     witness: Witness | None = None
-    """What later products are compared with, if this call was verified."""
+    """The reference for later products, if this call was verified."""
     unseen: list[Use] = field(default_factory=list)
-    """Uses that the recorder did not see, and the graph has shown."""
+    """Uses that the recorder did not see, found in the graph."""
     columns: Mapping[Tensor, Columns] = field(default_factory=dict)
     """The columns of each parameter that the losses reach, if they are kept."""
     rest: list[dict[Tensor, Tensor]] = field(default_factory=list)
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def names(self) -> dict[Tensor, str]:
-        """The parameters that have columns, and all others that could have, with their names."""
+        """The parameters that have columns, or could have some, with their names."""
         return self.channel.names(self.columns, self.survey.passes, self.survey.left_out)
 
 

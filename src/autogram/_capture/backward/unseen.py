@@ -1,4 +1,4 @@
-"""Unseen uses: parameters that are used where nothing is recorded, and what they cost."""
+"""Unseen uses: parameters that are used where nothing is recorded, and the cost of these uses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Unseen = Literal["rows", "error"]
 def use_in_tail(survey: Survey) -> FallbackUse | None:
     """The losses as a use of the parameters that they reach past every tap, or ``None``.
 
-    Without those that have uses of single nodes there. Parameters are used where nothing is
-    recorded by a penalty on the weights, by a method other than ``forward``, by a gradient that is
-    differentiated again, and by a forward pass from before the engine was made.
+    It leaves out parameters that have uses of single nodes there. Unrecorded uses come from a
+    penalty on the weights, a method other than ``forward``, a gradient that is
+    differentiated again, or a forward pass from before the engine was made.
     """
     losses, channel, names = survey.losses, survey.channel, survey.names
     known = {p for use in survey.tail for tracked in use.reads for p in tracked.sources}
@@ -45,7 +45,7 @@ def use_in_tail(survey: Survey) -> FallbackUse | None:
             "wait for the others. Use these parameters in the `forward` of a module that is passed "
             "to `Engine` before it runs, and penalties in an ordinary backward pass."
         )
-    recording = Recording(channel, names, count=-1)  # it has the number -1, and no other use has
+    recording = Recording(channel, names, count=-1)  # no other use has the number -1
     return FallbackUse.of(recording, "the losses", losses, reads, tuple(inside), is_seen=False)
 
 
@@ -77,9 +77,9 @@ def tell_of_unseen(channel: Channel, uses: Sequence[Use], survey: Survey, policy
 
 
 def tell_of_compiled(channel: Channel, survey: Survey, policy: Unseen) -> None:
-    """Tells the user, once, which parameters are read in compiled parts that hide what they do.
+    """Tells the user, once, which parameters are read in compiled parts that hide their calls.
 
-    A part that is shown to another engine hides nothing: this one was paused, or is younger.
+    A part shown to another engine hides nothing: this engine was paused, or is younger.
     """
     hidden = [node for node in survey.nodes if is_compiled(node) and not shown_by(node)]
     if not hidden or ("compiled" in channel.told and policy == "rows"):

@@ -1,4 +1,4 @@
-"""Verification: Jᵀ u by the engine against one ordinary backward pass."""
+"""Verification: compares Jᵀ u by the engine with one ordinary backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autogram._undo import undone
 
 Verify = Literal["first", "always", "never"]
 
-# The most calls from one check to the next: checks then take about one percent of the time.
+# The most calls between two checks: checks then take about one percent of the time.
 _LONGEST = 64
 
 
@@ -44,9 +44,9 @@ class Comparison:
     distance: float
     """The norm of the difference of both."""
     entry: tuple[int, ...] = ()
-    """Where the difference is largest, if it is large."""
+    """The index of the largest difference, if it is large."""
     uses: dict[str, Use] = field(default_factory=dict)
-    """The uses that were seen, by function."""
+    """The recorded uses, by function."""
 
     @property
     def size(self) -> float:
@@ -62,8 +62,8 @@ class Comparison:
 class Check:
     """Compares Jᵀ u, entry by entry, with an ordinary backward pass, for a random vector u.
 
-    The ordinary pass comes first. An assembly restarts the check, and shows it each use, and the
-    columns of each parameter unless they are kept.
+    The ordinary pass comes first. An assembly restarts the check, and shows it each use, and
+    each parameter's columns unless these are kept.
 
     Args:
         survey: The graph behind the losses.
@@ -75,9 +75,9 @@ class Check:
         self.vector = vector
         self._gradients: dict[Tensor, Tensor | None] = {}
         self._compared: dict[Tensor, Comparison] = {}
-        self._hidden: set[Tensor] = set()  # only the Gramian of their rows is known
+        self._hidden: set[Tensor] = set()  # parameters whose Gramian is known, but not their rows
         self._uses: defaultdict[Tensor, dict[str, Use]] = defaultdict(dict)
-        # Between the losses and the parameters, as far as they are known.
+        # Dtypes between the losses and the parameters, as far as they are known.
         self._dtypes = dtypes_of(survey.losses, survey.nodes)
         self._by_sample = vector
         self._rounding: Rounding
@@ -88,18 +88,18 @@ class Check:
         self._dtypes |= {p.dtype for p, gradient in self._gradients.items() if gradient is not None}
 
     def restart(self, objectives: Objectives) -> None:
-        """Forgets an earlier pass of the engine."""
-        # As weights of a step are: in the dtype in which programs for weighted sums take them.
+        """Forgets the engine's earlier pass."""
+        # Like weights of a step: in the dtype that programs for weighted sums accept.
         dtype = torch.promote_types(self.vector.dtype, torch.float32)
         self._by_sample = objectives.by_sample(self.vector.to(dtype))
-        # No method of the check, which would keep the graph alive in a cycle.
+        # A method of the check would keep the graph alive in a cycle.
         differentiate = partial(_differentiate, self.survey)
         self._rounding = Rounding(self.vector, self._gradients, objectives, differentiate)
         for each in (self._compared, self._hidden, self._uses):
             each.clear()
 
     def see_use(self, use: Use, cotangent: Tensor, *, is_hidden: bool = False) -> None:
-        """Notes which calls a parameter is used in, in which precision, and with hidden rows."""
+        """Notes a call that uses parameters, its precision, and whether their rows are hidden."""
         self._dtypes |= {cotangent.dtype, *use.recording.dtypes}
         for tracked in use.reads:
             for parameter in tracked.sources:
@@ -108,14 +108,14 @@ class Check:
                     self._hidden.add(parameter)
 
     def see_columns(self, parameter: Tensor, columns: Columns) -> None:
-        """Takes in all columns of one parameter, which are not kept."""
+        """Takes in all columns of one parameter, if they are not kept."""
         total = columns.weighted_sum(self._by_sample.to(parameter.device).unsqueeze(0))
         self._compared[parameter] = self._compare(parameter, None if total is None else total[0])
 
     def compare(self, kept: Mapping[Tensor, Columns]) -> list[Comparison]:
-        """A comparison for each trainable parameter, but for those whose rows are hidden.
+        """A comparison for each trainable parameter, except for those with hidden rows.
 
-        Of columns that are ``kept``, the weighted sums are computed as those of a step.
+        The weighted sums of ``kept`` columns are computed like those of a step.
         """
         sums = weighted_sums(kept, self._by_sample) if kept else {}
         for parameter in {**self._gradients, **sums}:
@@ -127,12 +127,12 @@ class Check:
         return list(compared.values())
 
     def differing(self, compared: Iterable[Comparison]) -> list[Comparison]:
-        """The parameters for which rounding cannot explain how far both sides are apart.
+        """The parameters for which rounding cannot explain the distance of both sides.
 
-        Where the parts of a gradient cancel (the bias in front of a normalisation), only their
-        rounding is left; the size of these parts is taken from the network's whole gradient. Where
-        gradients vanish, each product may be below the smallest number. What is still too far apart
-        is compared with the rounding errors of autograd, which takes further passes.
+        If the parts of a gradient cancel (a bias before a normalisation), only their rounding is
+        left; the size of these parts is estimated from the network's whole gradient. If gradients
+        vanish, each product may be below the smallest number. Remaining differences are compared
+        with autograd's rounding errors, which takes additional passes.
         """
         t, losses = self.tolerance, self.survey.losses
         total = hypot(*[c.size for c in compared])
@@ -147,7 +147,7 @@ class Check:
 
     @property
     def has_hidden(self) -> bool:
-        """Whether the rows of some parameters cannot be compared."""
+        """Whether some parameters have rows that cannot be compared."""
         return bool(self._hidden)
 
     @property
@@ -156,19 +156,19 @@ class Check:
         return tolerance(self._dtypes, self.survey.nodes, is_cuda=self.survey.losses.is_cuda)
 
     def witness(self, *, is_measured: bool = False) -> Witness | None:
-        """What to compare products of J with, or ``None`` if J has columns that autograd has not.
+        """A reference for products of J, or ``None`` if J has columns that autograd lacks.
 
-        If it ``is_measured`` how much rounding changes, further passes are made, unless the
-        comparison of J has made them.
+        If it ``is_measured``, additional passes measure the effect of rounding, unless the
+        comparison of J has already made them.
         """
         if not self._gradients.keys() >= self._compared.keys() | self._hidden:
-            return None  # frozen since
+            return None  # frozen in the meantime
         gradients = {p: x for p, x in self._gradients.items() if x is not None}
         rounding = self._rounding.most if is_measured or self._rounding.is_measured else 0.0
         return Witness(self.vector.flatten(), gradients, self.tolerance, rounding)
 
     def _compare(self, parameter: Tensor, found: Tensor | None) -> Comparison:
-        """Compares what the engine has found with the gradient."""
+        """Compares the engine's result with the gradient."""
         gradient, name = self._gradients.get(parameter), self.survey.names.get(parameter, "")
         elements, norms = parameter.numel(), (norm(found), norm(gradient))
         compared = Comparison(parameter, name, elements, *norms, 0.0)
@@ -186,8 +186,8 @@ class Check:
 def _differentiate(survey: Survey, vector: Tensor) -> dict[Tensor, Tensor | None]:
     """An ordinary backward pass: the gradient of each trainable parameter, in real numbers."""
     parameters = [p for p in survey.names if p.requires_grad and p not in survey.left_out]
-    # Also of leaves that are not the engine's, if they are not frozen since: a pass inside of
-    # this one may add to these.
+    # Includes leaves outside of the engine that are not frozen since: an inner pass may add to
+    # their gradients.
     leaves = parameters + [x for x in survey.outside if x.requires_grad]
     with without_hooks(leaves):
         gradients = Pass(survey.channel).differentiate(survey.losses, leaves, vector)
@@ -196,29 +196,29 @@ def _differentiate(survey: Survey, vector: Tensor) -> dict[Tensor, Tensor | None
 
 
 class Schedule:
-    """When to verify, and with which vector.
+    """Decides when to verify, and with which vector.
 
-    ``"first"`` is for the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph behind the
+    ``"first"`` verifies the calls 1, 2, 4, ..., 64, then each 64th, and whenever the graph of the
     losses is new in more than sizes.
     """
 
     def __init__(self, mode: Verify) -> None:
         self.calls = 0
-        self.confirmed = 0  # the number of the last call whose check has found nothing wrong
+        self.confirmed = 0  # number of the last call whose check passed
         self._mode = mode
         self._due = 1
         self._checked = Latest[bytes, None]()  # structures of graphs
-        # A generator of its own, so that the user's random state is not changed.
+        # A separate generator, so that the user's random state does not change.
         self._generator = torch.Generator("cpu").manual_seed(0)
 
     def next(self, survey: Survey, *, must: bool) -> Check | None:
         """The check of the next call, with a new vector, if a check is due or must be made.
 
-        The entries of the vector are 1, 1/2 or 1/4, each as often, with random signs and in random
-        order: products with powers of two are exact, and with entries up to 1 cotangents overflow
-        no sooner than in the pass that is verified. Equal entries would not show that samples are
-        mixed or in another order. Entries whose sum is zero would not show a part that is missing
-        from all objectives alike, and entries of one sign would not show a hook that clips.
+        The entries of the vector are 1, 1/2 and 1/4, equally often, with random signs and in random
+        order. Products with powers of two are exact, and with entries up to 1, cotangents overflow
+        no sooner than in the verified pass. Equal entries would miss samples that are mixed or in
+        another order. Entries with sum zero would miss a part that is absent from all objectives
+        alike, and entries of one sign would miss a hook that clips.
         """
         self.calls += 1
         if self._mode == "first":
@@ -239,7 +239,7 @@ class Schedule:
         return self._mode == "never" or self.confirmed > 0
 
     def note_checked(self, survey: Survey, *, is_confirmed: bool) -> None:
-        """Notes that the last call was checked. A call that failed before leaves its check due."""
+        """Notes that the last call was checked. If a call fails before, its check remains due."""
         self._checked[survey.structure] = None
         if is_confirmed:
             self.confirmed = self.calls
@@ -248,13 +248,13 @@ class Schedule:
 
 
 _SILENCING = threading.Lock()
-# Hooks that are kept from running, and by which blocks, by the `id` of the dict that held them.
+# Silenced hooks and the blocks that silence them, by the `id` of the dict that held them.
 _SILENT: dict[int, tuple[dict[int, Any], set[object]]] = {}
 
 
 @contextmanager
 def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Keeps hooks on gradients from running: a user's hook may count, send, or change gradients."""
+    """Silences hooks on gradients: a user's hook may count, send, or change gradients."""
     hooks = [p._backward_hooks for p in parameters if p._backward_hooks is not None]
     block = object()
     with undone(partial(_put_back, hooks, block)):
@@ -266,7 +266,7 @@ def without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _put_back(hooks: Sequence[dict[int, Any]], block: object) -> None:
-    """Puts hooks back that a block has silenced, unless another thread is in the middle of one."""
+    """Restores hooks that a block has silenced, unless another thread is still in such a block."""
     with _SILENCING:
         for held in hooks:
             silent, blocks = _SILENT.get(id(held), ({}, set()))

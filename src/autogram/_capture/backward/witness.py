@@ -1,4 +1,4 @@
-"""Witnesses: what autograd says of J, with which products of the engine are compared."""
+"""Witnesses: facts about J from autograd, with which the engine's products are compared."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autogram.errors import VerificationError
 class Witness:
     """Autograd's Jᵀ u for a random vector u.
 
-    To compare a product takes one inner product and no further pass: uᵀ G u must be ‖Jᵀ u‖², and
+    Comparing a product takes one inner product and no additional pass: uᵀ G u must be ‖Jᵀ u‖², and
     wᵀ G u must be ⟨Jᵀ w, Jᵀ u⟩ for any w.
 
     Args:
         vector: u, ``(m,)`` in the order of the losses. It is zero for objectives without a witness.
-        gradients: Jᵀ u for each parameter, in real numbers. It is zero for all others.
+        gradients: Jᵀ u for each parameter, in real numbers. Zero for parameters not in it.
         tolerance: The largest relative error of a right result.
-        rounding: The most by which rounding changes the norm of Jᵀ u, if this was measured.
+        rounding: The largest change of the norm of Jᵀ u by rounding, if this was measured.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Witness:
 
     @classmethod
     def together(cls, parts: Sequence[tuple[Witness | None, int]]) -> Witness | None:
-        """The witness of the objectives of several parts, given with their numbers."""
+        """Joins the witnesses of several parts, given with their numbers of objectives."""
         there = [witness for witness, _ in parts if witness is not None]
         if len(parts) < 2 or not there:
             return there[0] if there else None
@@ -62,7 +62,7 @@ class Witness:
         norms = gramian.diagonal().clamp(min=0).sqrt()
         form, average = _dot(u, image), _dot(u.square(), norms.square())  # over the signs of u
         size, square = average**0.5, self._norm**2
-        # The comparison of J lets Jᵀ u differ by a share t, or by the rounding that was measured.
+        # The comparison of J lets Jᵀ u differ by a share t, or by the measured rounding.
         by_columns = (2 * t + t * t) * square
         by_columns += self._rounding * (max(form, 0.0) ** 0.5 + self._norm)
         if abs(form - square) > t * max(average, form) + by_columns + small:
@@ -73,7 +73,7 @@ class Witness:
         return None
 
     def check_gramian(self, gramian: Tensor) -> None:
-        """Raises if a Gramian ``(m, m)`` is wrong. One that is not finite is not checked."""
+        """Raises if a Gramian ``(m, m)`` is wrong. A non-finite one is not checked."""
         if bool(gramian.isfinite().all()) and (reason := self.why_wrong(gramian)):
             raise wrong_product("The Gramian", reason)
 
@@ -87,10 +87,10 @@ class Witness:
         """Raises if Jᵀ w is wrong.
 
         Args:
-            product: The name of what is compared.
+            product: The name of the compared product.
             sums: Jᵀ w of each parameter, ``(*parameter)`` or ``(s, *parameter)``.
-            weights: w, ``(s, m)``, or the numbers of s objectives, of which ``sums`` has the rows.
-            image: Computes J Jᵀ u, ``(m,)``, by the engine. It is called if no Gramian is known.
+            weights: w, ``(s, m)``; or the numbers of s objectives, whose rows are ``sums``.
+            image: Computes J Jᵀ u, ``(m,)``, with the engine. Called if no Gramian is known.
         """
         if self._image is None:
             self._image = image()
@@ -110,15 +110,15 @@ class Witness:
         groups: Sequence[tuple[Mapping[Tensor, str], Tensor]],
         image: Callable[[Mapping[Tensor, Tensor]], Tensor],
     ) -> None:
-        """Raises if Jᵀ w is wrong, where groups of parameters have weights each.
+        """Raises if Jᵀ w is wrong, where each group of parameters has its own weights.
 
         Args:
-            product: The name of what is compared.
+            product: The name of the compared product.
             sums: The weighted sum of each parameter.
             groups: Parameters, and their weights ``(m,)``.
-            image: Computes J v, ``(m,)``, by the engine, for parts v of Jᵀ u.
+            image: Computes J v, ``(m,)``, with the engine, for parts v of Jᵀ u.
         """
-        # As if each objective was one objective for each group.
+        # Each group acts as a separate copy of every objective.
         totals: list[tuple[Tensor, Tensor]] = []
         for parameters, weights in groups:
             gradients = {p: x for p, x in self.gradients.items() if p in parameters}
@@ -142,7 +142,7 @@ class Witness:
     def _check_sums(
         self, product: str, sums: Mapping[Tensor, Tensor | None], expected: Tensor, most: Tensor
     ) -> None:
-        """Raises if the inner products of sums, ``(s, ...)``, with Jᵀ u are not as expected."""
+        """Raises if inner products of sums, ``(s, ...)``, with Jᵀ u are not as expected."""
         totals, squares = torch.zeros_like(expected), torch.zeros_like(expected)
         for parameter, total in sums.items():
             if total is None or not len(expected):
@@ -179,12 +179,12 @@ class Witness:
             )
 
     def _lost(self, dtype: torch.dtype) -> float:
-        """What is lost of a sum of products where each is below the smallest number."""
+        """The loss in a sum of products, if each of them is below the smallest number."""
         return float(torch.finfo(dtype).tiny) * len(self._vector) ** 2 * max(1, self._elements)
 
 
 def wrong_product(product: str, reason: str) -> VerificationError:
-    """The error for a product that is wrong, where J is right."""
+    """The error for a wrong product, if J is right."""
     return VerificationError(
         f"{product} does not agree with an ordinary backward pass, although the gradient of each "
         f"parameter does: {reason}. A contraction is wrong, or an order of the results. It is a "
@@ -196,7 +196,7 @@ def wrong_product(product: str, reason: str) -> VerificationError:
 
 
 def norm(tensor: Tensor | None) -> float:
-    """The norm of a tensor, added up in double precision: zero for none."""
+    """The norm of a tensor, added up in double precision; zero for ``None``."""
     if tensor is None:
         return 0.0
     return float(torch.linalg.vector_norm(real_numbers(tensor), dtype=torch.float64))

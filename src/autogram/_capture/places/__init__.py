@@ -1,1 +1,1 @@
-"""Which sample each place of a cotangent belongs to, inferred from autograd's graph."""
+"""Infers from autograd's graph which sample each place of a cotangent belongs to."""

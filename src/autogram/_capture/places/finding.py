@@ -1,4 +1,4 @@
-"""Findings: what holds for all graphs of one key, and what values decide in each graph."""
+"""Findings: facts about all graphs of one key, and values that decide in each graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autogram._capture.places.transfers.step import Road
 from autogram._capture.recording import Channel
 from autogram.errors import UnsupportedError
 
-# A result of a node, which is known by its number in the order of a walk.
+# A result of a node, identified by the node's number in the order of a walk.
 _NumberedEdge = tuple[int, int]
 
 
@@ -32,9 +32,9 @@ class PlacesInGraph(NamedTuple):
     """The places in one graph."""
 
     edges: Mapping[int, Places | None]
-    """Those of wanted edges, by their number."""
+    """Places of wanted edges, by the edges' numbers."""
     uses: Mapping[Any, Places]
-    """Those of uses inside of nodes."""
+    """Places of uses inside nodes."""
 
     @property
     def is_mixed(self) -> bool:
@@ -48,21 +48,21 @@ class Finding:
 
     road: Road
     edges: Sequence[_NumberedEdge]
-    """Those that are wanted."""
+    """The wanted edges."""
     again: list[int]
-    """The nodes that values decide about, and all nodes behind them, in order."""
+    """The nodes about which values decide, and all nodes behind them, in order."""
     parts: dict[_NumberedEdge, list[Arrival]]
-    """What arrives at these from other nodes, for which no value decides."""
+    """Arrivals at these from other nodes, which no value decides."""
     constants: dict[DecidingValue, Tensor]
-    """Copies of what was read in the last graph."""
+    """Copies of the values read in the last graph."""
     probes: dict[int, Probe]
-    """What probes of nodes have found in the last graph."""
+    """Results of probes of nodes in the last graph."""
     has_untold: bool
-    """Whether something decides that is not among the constants."""
+    """Whether something besides the constants decides."""
     unknown: frozenset[int]
     """The nodes that could not be followed."""
     mixing: int
-    """The first node from the losses on that mixes samples on the way to a wanted edge, if any."""
+    """The first node, counted from the losses, that mixes samples on the way to a wanted edge."""
 
     def changes(self, nodes: Sequence[Any], channel: Channel) -> list[Tensor]:
         """Whether each constant has other values in another graph, as tensors on its device."""
@@ -72,10 +72,10 @@ class Finding:
     def infer_again(
         self, nodes: Sequence[Any], channel: Channel, inside: Mapping[Any, Teller]
     ) -> tuple[Finding, PlacesInGraph]:
-        """Looks at another graph of the same key, at those nodes alone that values decide about.
+        """Looks, in another graph of the same key, only at the nodes about which values decide.
 
         Returns:
-            The finding with the constants of that graph, and the places that may be others now.
+            The finding with the constants of that graph, and the places that may have changed.
         """
         with reading(nodes, channel) as reader:
             reader.fetch(self.constants)
@@ -109,11 +109,11 @@ def infer(
         start: The places of the losses.
         nodes: All nodes behind the losses, in the order of a walk.
         edges: The edges whose places are wanted.
-        channel: Of the uses of the graph, which nodes that are carried out alone show.
-        inside: The nodes that have uses inside of them, whose places are wanted, too.
+        channel: The channel of the graph's uses, also shown by nodes that are carried out alone.
+        inside: The nodes with uses inside, whose places are wanted, too.
 
     Raises:
-        UnsupportedError: There is a nested tensor, whose shape tells nothing.
+        UnsupportedError: There is a nested tensor, whose shape does not tell the samples.
     """
     results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
     if any(of.is_nested_tensor for of in results):
@@ -164,7 +164,7 @@ def infer(
 
 
 def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Sequence[Edge]) -> Any:
-    """The first node from the losses on that mixes samples on the way to one of some edges."""
+    """The first node from the losses that mixes samples on the way to one of some edges."""
 
     def is_mixed(edge: Edge) -> bool:
         places = inference.at(edge)
@@ -177,7 +177,7 @@ def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Seque
     for node in order:
         results = [Edge(node, number) for number in range(len(inference.shapes(node)))]
         if any(map(is_mixed, results)):
-            return node  # samples meet where several tensors are added up
+            return node  # samples meet in a sum of several tensors
         inputs = [(i, Edge(*e)) for i, e in enumerate(node.next_functions) if e[0] in wanted]
         carried = inference.carried(node, [*map(inference.at, results)], inputs)
         if are_mixed(carried) or node in inside:

@@ -1,9 +1,9 @@
 """Inference: the places of edges of autograd's graph, from the losses down, one node at a time.
 
-What is inferred holds for all values of cotangents and of parameters. Where values decide, such as
-those of an index, they are read. How much is read is a `Road`; the next one is taken where samples
+Inferred places hold for all values of cotangents and parameters. Where other values decide, such as
+those of an index, they are read. A `Road` tells how much is read; the next one is taken if samples
 would meet at a wanted edge. From `CONSTANTS` on, a node of a known kind that mixes samples is
-probed, as its values may keep them apart.
+probed, because its values may keep them apart.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from autogram._capture.places.transfers.views import from_pieces
 
 
 class Arrival(NamedTuple):
-    """What arrives at an edge from one node, or from none at the losses."""
+    """The places that arrive at an edge from one node, or from none at the losses."""
 
     source: Any
     places: Places
 
 
 class Told(NamedTuple):
-    """What a node does with the samples of its results, whatever its values are."""
+    """How a node moves the samples of its results, whatever its values are."""
 
     uses: Mapping[Any, Places]
-    """The places of uses inside of the node."""
+    """The places of uses inside the node."""
     inputs: Mapping[int, Places | None]
-    """Those of the node's inputs, by position, as far as they are known."""
+    """The places of the node's inputs, by position, as far as they are known."""
 
 
 Teller = Callable[[Sequence[Places | None]], Told | None]
-"""What a node does, from the places of its results; ``None`` where that depends on values."""
+"""Tells what a node does, from the places of its results; ``None`` if values decide."""
 
 
 @dataclass(eq=False)
@@ -48,24 +48,24 @@ class Inference:
     read: Read
     prober: Prober
     inside: Mapping[Any, Teller] = field(default_factory=dict)
-    """The nodes that have uses inside of them, and what tells the places there."""
+    """The nodes with uses inside, and the tellers of the places there."""
     parts: defaultdict[Edge, list[Arrival]] = field(default_factory=lambda: defaultdict(list))
-    """What arrives at each edge, which is added up."""
+    """The arrivals at each edge, which are added up."""
     by_value: set[Any] = field(default_factory=set)
-    """The nodes about which more than the structure of the graph has decided."""
+    """The nodes about which more than the graph's structure has decided."""
     untold: set[Any] = field(default_factory=set)
-    """Those of them about which something has decided that cannot be compared in another graph."""
+    """Those of them about which something incomparable in other graphs has decided."""
     probes: dict[Any, Probe] = field(default_factory=dict)
-    """The nodes that were probed: first in an earlier graph, then in this one."""
+    """The probed nodes: at first those of an earlier graph, then those of this one."""
     unknown: set[Any] = field(default_factory=set)
-    """The nodes that no transfer knows, and that cannot be carried out."""
+    """The nodes that have no transfer and cannot be carried out."""
     uses: dict[Any, Places] = field(default_factory=dict)
-    """The places of the uses inside of nodes."""
+    """The places of the uses inside nodes."""
     _places: dict[Edge, Places | None] = field(default_factory=dict)
     _shapes: dict[Any, list[Shape]] = field(default_factory=dict)
 
     def at(self, edge: Edge) -> Places | None:
-        """The places of all that arrives at an edge; ``None`` where no cotangent arrives."""
+        """The places of all arrivals at an edge; ``None`` if no cotangent arrives."""
         if edge not in self._places:
             total = None
             for part in self.parts.get(edge, ()):
@@ -76,7 +76,7 @@ class Inference:
         return self._places[edge]
 
     def visit(self, node: Any, wanted: set[Any]) -> None:
-        """Hands the places of a node's results on to those of its inputs that are wanted."""
+        """Passes the places of a node's results on to its wanted inputs."""
         inputs = enumerate(node.next_functions)
         edges = [(i, Edge(*edge)) for i, edge in inputs if edge[0] in wanted]
         results = [self.at(Edge(node, i)) for i in range(len(self.shapes(node)))]
@@ -88,7 +88,7 @@ class Inference:
     def carried(
         self, node: Any, results: Sequence[Places | None], edges: Sequence[tuple[int, Edge]]
     ) -> list[Places | None]:
-        """The places of some inputs of a node: by its transfer, or by a probe."""
+        """The places of some inputs of a node, from its transfer or a probe."""
         shapes = self.shapes(node)
         if node in self.inside:
             told = self.inside[node](results)
@@ -103,7 +103,7 @@ class Inference:
             ]
         transfer = transfer_of(node)
         arrived = [(i, places) for i, places in enumerate(results) if places is not None]
-        # Without a way to tell samples apart, all that a node does is right for one sample.
+        # If there is only one sample to tell apart, any transfer is right.
         is_one = self.road == Road.STRUCTURE and all(x.samples.numel() == 1 for _, x in arrived)
         if is_one and len(arrived) == 1:
             transfer = all_together
@@ -142,7 +142,7 @@ class Inference:
     def _probed(
         self, node: Any, results: Sequence[Places | None], edges: Sequence[tuple[int, Edge]]
     ) -> list[Places | None]:
-        """The places of some inputs of a node that is carried out."""
+        """The places of some inputs of a node, from carrying it out."""
         self.by_value.add(node)
         self.untold.add(node)
         earlier = self.probes.pop(node, None)
@@ -168,17 +168,17 @@ class Inference:
 
 
 def are_mixed(places: Iterable[Places | None]) -> bool:
-    """Whether samples meet in some places."""
+    """Whether samples meet in any of some places."""
     return any(x is not None and x.is_mixed for x in places)
 
 
 def in_order(root: Any, nodes: Iterable[Any], ends: Iterable[Any]) -> list[Any]:
-    """The nodes among some that lead to one of the ends, each behind all that lead to it.
+    """The nodes among some that lead to one of the ends, each after all that lead to it.
 
     Args:
         root: The node of the losses.
         nodes: All nodes behind the losses.
-        ends: Those to which places are wanted.
+        ends: The nodes whose places are wanted.
     """
     users: dict[Any, list[Any]] = {node: [] for node in nodes}
     for node in users:
@@ -192,7 +192,7 @@ def in_order(root: Any, nodes: Iterable[Any], ends: Iterable[Any]) -> list[Any]:
             if user not in leading:
                 leading.add(user)
                 pending.append(user)
-    waiting = {node: len(users[node]) for node in leading}  # all of which lead there, too
+    waiting = {node: len(users[node]) for node in leading}  # all of them lead to an end, too
     ready = [root] if root in waiting else []
     order = []
     while ready:

@@ -1,4 +1,4 @@
-"""Places: which sample each element of a cotangent belongs to, whatever its value is."""
+"""Places: the sample to which each element of a cotangent belongs, whatever its value is."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Shape = tuple[int, ...]
 class Places:
     """The sample of each place of a tensor.
 
-    The samples are integers with one dimension for each *factor* of the tensor's dimensions: a
-    tensor of shape ``(B * T, H * D)`` that was put together from ``(B, T, H, D)`` has the factors
-    ``((B, T), (H, D))``. Along a factor on which the sample does not depend, the integers have the
-    size 1. Therefore views move no integers, and samples along one dimension are B integers,
-    however large the tensor is. Samples that are folded with positions, class tokens, routed tokens
-    and single elements have the same form.
+    Samples are integers, with one dimension for each *factor* of the tensor's dimensions: a
+    tensor of shape ``(B * T, H * D)``, made from ``(B, T, H, D)``, has the factors
+    ``((B, T), (H, D))``. Along a factor on which the sample does not depend, the integers have
+    size 1. Views therefore move no integers, and samples along one dimension are only B integers,
+    however large the tensor is. Samples folded with positions, class tokens, routed tokens and
+    single elements all have this form.
     """
 
     factors: tuple[Shape, ...]
@@ -41,7 +41,7 @@ class Places:
 
     @classmethod
     def of(cls, shape: Sequence[int], samples: Tensor) -> Places:
-        """From samples of a shape that broadcasts to the shape of the tensor."""
+        """Places from samples whose shape broadcasts to the shape of the tensor."""
         samples = samples[(None,) * (len(shape) - samples.dim())]
         return cls(plain(shape), samples, True)
 
@@ -53,7 +53,7 @@ class Places:
 
     @classmethod
     def nowhere(cls, shape: Sequence[int]) -> Places:
-        """Of a tensor without a cotangent."""
+        """Places of a tensor without a cotangent."""
         empty = torch.full((1,) * len(shape), EMPTY, device="cpu")
         return cls(plain(shape), empty, True, True)
 
@@ -73,7 +73,7 @@ class Places:
         return self.may_be_empty and bool((self.samples == EMPTY).all())
 
     def axes(self, dim: int) -> range:
-        """The axes of the samples that belong to the factors of a dimension."""
+        """The axes of the samples that are factors of a dimension."""
         start = sum(map(len, self.factors[:dim]))
         return range(start, start + len(self.factors[dim]))
 
@@ -84,44 +84,44 @@ class Places:
     # Dimensions that change
 
     def permuted(self, order: Sequence[int]) -> Places:
-        """With the dimensions in another order."""
+        """Places with the dimensions in another order."""
         axes = [axis for dim in order for axis in self.axes(dim)]
         return self._with([self.factors[dim] for dim in order], self.samples.permute(axes))
 
     def inserted(self, dim: int, size: int = 1) -> Places:
-        """With one dimension more, along which the sample does not depend on the position."""
+        """Places with an additional dimension, along which the sample stays the same."""
         axis = sum(map(len, self.factors[:dim]))
         factors = (*self.factors[:dim], (size,), *self.factors[dim:])
         return self._with(factors, self.samples.unsqueeze(axis))
 
     def merged(self, dims: Iterable[int]) -> Places:
-        """Where each place depends on all positions along some dimensions."""
+        """Places where each one depends on all positions along some dimensions."""
         shape, axes = self.samples.shape, [axis for dim in dims for axis in self.axes(dim)]
         axes = [axis for axis in axes if shape[axis] != 1]
         return self._with(self.factors, unanimous(self.samples, axes)) if axes else self
 
     def without(self, dim: int) -> Places:
-        """With all positions along a dimension added up."""
+        """Places with all positions along a dimension added up."""
         merged, axes = self.merged([dim]), self.axes(dim)
         shape = merged.samples.shape
         samples = merged.samples.reshape((*shape[: axes.start], *shape[axes.stop :]))
         return self._with((*self.factors[:dim], *self.factors[dim + 1 :]), samples)
 
     def resized(self, dim: int, size: int) -> Places:
-        """With a dimension of another size, each place of which depends on all old positions."""
+        """Places with a dimension of another size, where each one depends on all old positions."""
         if prod(self.factors[dim]) == size:
             return self
         return self.without(dim).inserted(dim, size)
 
     def fitted(self, shape: Shape) -> Places:
-        """With the sizes of a shape of as many dimensions; see :meth:`resized`."""
+        """Places with the sizes of a shape of equally many dimensions; see :meth:`resized`."""
         places = self
         for dim, size in enumerate(shape):
             places = places.resized(dim, size)
         return places
 
     def summed(self, shape: Shape) -> Places:
-        """Added up to a shape that was broadcast to the shape of the tensor."""
+        """Places added up to a shape that was broadcast to the tensor's shape."""
         places = self
         for _ in range(len(self.factors) - len(shape)):
             places = places.without(0)
@@ -130,9 +130,9 @@ class Places:
         return places.fitted(shape)
 
     def viewed(self, shape: Shape) -> Places:
-        """With the same elements, in order, in another shape.
+        """Places of the same elements, in order, in another shape.
 
-        Factors of the old shape are split, or put together, where a new dimension ends inside them.
+        It splits or joins factors of the old shape where a new dimension ends inside them.
         """
         if not prod(shape):
             return Places.nowhere(shape)
@@ -170,7 +170,7 @@ class Places:
         return self._with(factors, samples.reshape(sizes))
 
     def padded(self, dim: int, before: int, after: int) -> Places:
-        """With empty positions before and after those along a dimension, or with fewer."""
+        """Places with empty positions added at the ends of a dimension, or with fewer."""
         grid, size = self.grid(), prod(self.factors[dim])
         if grid.shape[dim] == 1 != size:
             grid = grid.expand([size if d == dim else -1 for d in range(grid.dim())])
@@ -183,7 +183,7 @@ class Places:
     # Samples that meet
 
     def joined(self, other: Places) -> Places:
-        """Of the sum of two tensors."""
+        """The places of a sum of two tensors."""
         if other is self:
             return self
         one, two, factors = self.samples, other.samples, self.factors
@@ -196,16 +196,16 @@ class Places:
         return Places(factors, samples, self.may_be_empty and other.may_be_empty)
 
     def emptied(self, is_zero: Tensor) -> Places:
-        """Without the places where a mask, which broadcasts to the shape, is true."""
+        """Places without those where a mask, which broadcasts to the shape, is true."""
         grid = self.grid()
         is_zero = is_zero[(None,) * (grid.dim() - is_zero.dim())]
         return Places(plain(self.shape), torch.where(is_zero, EMPTY, grid), True)
 
     def compact(self, *, is_exact: bool) -> Places:
-        """With size 1 along each axis along which all samples are equal.
+        """Places with size 1 along each axis along which all samples are equal.
 
-        Unless it ``is_exact``, empty places count for any sample, which is right, as zero is zero.
-        One axis is left along which samples differ: another tensor may have them in these places.
+        Unless it ``is_exact``, empty places belong to any sample, because zero is zero for all.
+        An axis along which samples differ keeps empty places: another tensor may fill them.
         """
         samples = self.samples
         if self.is_compact or not samples.numel():
@@ -240,7 +240,7 @@ class Places:
 
 
 def are_equal(one: Places | None, other: Places | None) -> bool:
-    """Whether two tensors have the same samples in the same form, or both no cotangent."""
+    """Whether two tensors have the same samples in the same form, or both have no cotangent."""
     if one is None or other is None:
         return one is other
     same = one.factors == other.factors and one.samples.shape == other.samples.shape
@@ -248,12 +248,12 @@ def are_equal(one: Places | None, other: Places | None) -> bool:
 
 
 def plain(shape: Sequence[int]) -> tuple[Shape, ...]:
-    """Each dimension as a factor of its own."""
+    """Each dimension as a single factor."""
     return tuple([(size,) for size in shape])
 
 
 def unanimous(samples: Tensor, axes: Sequence[int]) -> Tensor:
-    """The sample of all places along some axes together, which are left with size 1."""
+    """The sample of all places along some axes together, which keep size 1."""
     if not samples.numel():
         return samples.new_full([1 if d in axes else n for d, n in enumerate(samples.shape)], EMPTY)
     largest = samples.amax(list(axes), keepdim=True)

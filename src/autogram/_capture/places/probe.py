@@ -1,8 +1,8 @@
-"""Probes: one node alone is carried out with dense cotangents of some of the samples.
+"""Probes: carry out one node alone, with dense cotangents of some of the samples.
 
 For each binary digit of the samples' numbers, the node is carried out for the samples with a 1
-there, and for the others. What that shows holds for the values that the node has saved in this
-call, and no longer: in another call, it is probed again, by fewer calls of the node.
+there, and for the others. The result holds only for the values that the node saved in this
+call. In another call, the node is probed again, with fewer calls of the node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from autogram._capture.recording import Channel
 from autogram._undo import undone
 from autogram.errors import AutogramError
 
-# By which samples are told apart. They are shuffled, because sums such as y[b] + 2 y[b - 2] have
-# powers of two of their own.
+# Exponents that tell samples apart. They are shuffled, because sums such as y[b] + 2 y[b - 2]
+# contain powers of two.
 EXPONENTS = torch.tensor(random.Random(0).sample(range(32), 32), device="cpu")
 
 
@@ -40,7 +40,7 @@ class _CarriedOutError(Exception):
 
 
 class Edge(NamedTuple):
-    """A result of a node, to which cotangents come."""
+    """A result of a node, at which cotangents arrive."""
 
     node: Any
     number: int
@@ -52,26 +52,26 @@ class Edge(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a probe of a node has found."""
+    """The results of probing a node."""
 
     results: list[Places | None]
-    """The places of the node's results that it was carried out for."""
+    """The places of the node's results for which it was carried out."""
     inputs: dict[int, Places]
     """The places of the node's inputs that need a gradient, by position."""
     inside: list[Places]
-    """The places of each use inside of the node, in the order in which they were shown."""
+    """The places of each use inside the node, in the order in which they were shown."""
 
 
 @dataclass(eq=False)
 class Prober:
-    """Carries nodes out, and sees the uses inside of them.
+    """Carries nodes out, and sees the uses inside them.
 
-    Nodes of PyTorch are called in a pass that reaches no other node. No hook of the user's or of
-    ``fully_shard`` is called there, which may wait for other processes. Functions in Python run in
-    a pass of PyTorch's alone: it ends behind them.
+    PyTorch's own nodes are called in a pass that reaches no other node. This calls no hooks of
+    the user or of ``fully_shard``, which may wait for other processes. Functions in Python run in
+    a separate pass of PyTorch, which ends after them.
 
     Args:
-        channel: Of the uses that are shown.
+        channel: The channel of the uses that are shown.
         nodes: All nodes of the graph.
     """
 
@@ -80,20 +80,20 @@ class Prober:
     shown: list[tuple[Any, Tensor]] = field(default_factory=list, init=False)
 
     def __call__(self, use: Any, saved: Sequence[Tensor], cotangent: Tensor) -> None:
-        """Is shown a use, with its cotangent ``(1, *shape)``."""
+        """Takes a use, with its cotangent ``(1, *shape)``."""
         del saved
         self.shown.append((use, cotangent[0]))
 
     def gradients(
         self, node: Any, cotangents: Sequence[Tensor | None]
     ) -> dict[Any, Tensor | None] | None:
-        """What a node gives to its inputs, by position, and to uses inside of it.
+        """The gradients of a node's inputs, by position, and the cotangents of uses inside it.
 
         ``None`` if the node refuses the cotangents of its results.
         """
         is_python = isinstance(node, BackwardCFunction)
         if self.channel.before_pass is not None and (is_python or self._parts):
-            return None  # either may wait for other processes
+            return None  # both may wait for other processes
         self.shown.clear()
         again = Recomputing(self._parts)
         try:
@@ -103,7 +103,7 @@ class Prober:
             return {**dict(enumerate(gradients)), **dict(self.shown)}
         except AutogramError:
             raise
-        except Exception as error:  # a node may refuse cotangents that no pass has
+        except Exception as error:  # a node may refuse cotangents that occur in no pass
             if is_out_of_memory(error):
                 raise
             return None
@@ -118,14 +118,14 @@ class Prober:
     def _called(
         self, again: Recomputing, node: Any, cotangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """What a node gives that is called."""
+        """The gradients from calling a node."""
         gradients = again.call(self._pass(), lambda: node(*cotangents))
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
     def _in_pass(
         self, again: Recomputing, node: Any, cotangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
-        """What a node gives in a pass through its results."""
+        """The gradients from a pass through a node's results."""
         taken: list[Sequence[Tensor | None]] = []
 
         def take(gradients: Sequence[Tensor | None], _: object) -> None:
@@ -133,7 +133,7 @@ class Prober:
             if current is not None and current.receiver is self:
                 taken.append(gradients)
                 again.note_pass()
-                raise _CarriedOutError  # so that the pass goes no further
+                raise _CarriedOutError  # to stop the pass
 
         pairs = [(GradientEdge(node, i), x) for i, x in enumerate(cotangents) if x is not None]
         edges, present = [edge for edge, _ in pairs], [x for _, x in pairs]
@@ -148,21 +148,21 @@ class Prober:
         return gradients
 
     def _pass(self) -> Pass:
-        """A pass that other processes do not make."""
+        """A pass that other processes do not join."""
         return Pass(self.channel, self, is_alone=True)
 
     def probe(
         self, node: Any, results: Sequence[Places | None], earlier: Probe | None = None
     ) -> tuple[Probe, list[Any]] | None:
-        """The places of a node's inputs and of uses inside of it.
+        """The places of a node's inputs and of uses inside it.
 
         Args:
             node: The node.
             results: The places of its results, ``None`` for those without a cotangent.
-            earlier: What a probe of the node has found in an earlier graph.
+            earlier: The result of probing the node in an earlier graph.
 
         Returns:
-            What is found, and the uses; or ``None`` if the node cannot be carried out.
+            The result, and the uses; or ``None`` if the node cannot be carried out.
         """
         if earlier is not None and all(map(are_equal, earlier.results, results)):
             uses = self._confirmed(node, earlier)
@@ -187,16 +187,16 @@ class Prober:
                     marks.setdefault(key, []).append(_has(gradients[key], shape))
         counts = dict.fromkeys((*inputs, *uses), digits)
         if any({key: len(of_key) for key, of_key in marks.items()} != counts for marks in has):
-            return None  # a use was shown in some calls alone
+            return None  # a use was shown in only some of the calls
         others, ones = has
         places = {key: _places_of(ones[key], others[key]) for key in ones}
         return Probe([*results], {i: places[i] for i in inputs}, [places[x] for x in uses]), uses
 
     def _confirmed(self, node: Any, earlier: Probe) -> list[Any] | None:
-        """The uses inside of a node, if what a probe has found holds in this graph, too.
+        """The uses inside a node, if an earlier probe's result also holds in this graph.
 
-        The cotangent of each sample is multiplied by a power of two of its own. If all samples stay
-        where they were, each number that the node gives is multiplied by it, too, bit for bit.
+        It multiplies each sample's cotangent by a separate power of two. If all samples stay
+        where they were, this multiplies each number that the node returns, too, bit for bit.
         """
         dense = [_dense(metadata) for metadata in node._input_metadata]
         pairs = [*zip(dense, earlier.results, strict=True)]
@@ -225,7 +225,7 @@ class Prober:
 def _are_scaled(
     one: Tensor | None, other: Tensor | None, places: Places, unit: int, exponents: Tensor
 ) -> bool:
-    """Whether the numbers of each sample, in places that are known, have its power as a factor."""
+    """Whether each sample's numbers, in known places, are multiplied by its power."""
     if one is None or other is None:
         return one is other
     if one.layout != torch.strided or one.shape != other.shape or one.shape != places.shape:
@@ -237,7 +237,7 @@ def _are_scaled(
 
 
 def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tensor:
-    """A power of two for each place, by the digit of its sample's number that has a unit."""
+    """A power of two for each place, by the digit of its sample's number at ``unit``."""
     grid = places.grid()
     powers = exponents[grid.clamp(min=0) // unit % len(exponents)].double().exp2()
     is_of_one = (grid != EMPTY) & (grid != SEVERAL)
@@ -245,7 +245,7 @@ def _powers(places: Places, unit: int, exponents: Tensor, like: Tensor) -> Tenso
 
 
 def _digits(results: Sequence[Places | None]) -> int:
-    """How many binary digits tell the samples of some results apart."""
+    """The number of binary digits that tell the samples of some results apart."""
     there = torch.cat([places.samples.flatten() for places in results if places is not None])
     largest = int(there.masked_fill(there == SEVERAL, 0).max()) if there.numel() else 0
     return max(largest, 1).bit_length()
@@ -260,7 +260,7 @@ def _dense(metadata: Any) -> Tensor:
 
 
 def _chosen(grid: Tensor, digit: int, bit: int, full: Tensor) -> Tensor:
-    """The cotangent of samples with a bit in some digit of their numbers, zero elsewhere."""
+    """The cotangent of samples with a given bit in one digit of their numbers, zero elsewhere."""
     is_chosen = (grid != EMPTY) & (grid >> digit & 1 == bit) | (grid == SEVERAL)
     return torch.where(is_chosen.to(full.device), full, 0)
 

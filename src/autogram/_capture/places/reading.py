@@ -1,4 +1,4 @@
-"""What nodes of one graph saved, whose values decide where samples are."""
+"""Reads saved values of a graph's nodes that decide where samples are."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autogram._capture.places.transfers.step import Unreadable
 from autogram._capture.recording import Channel
 from autogram._undo import undone
 
-_Field = tuple[Any, str]  # of a node, by its name
+_Field = tuple[Any, str]  # a node, and a name
 
 
 class DecidingValue(NamedTuple):
-    """A tensor that a node saved, or one of several, and whose values have decided."""
+    """A saved tensor of a node, or one of several, whose values have decided."""
 
     node: int
     field: str
@@ -27,11 +27,11 @@ class DecidingValue(NamedTuple):
 
 
 class ValueReader:
-    """Reads what nodes saved, once, and notes it.
+    """Reads nodes' saved tensors, once, and notes them.
 
     Args:
         nodes: All nodes of the graph, in the order of a walk.
-        channel: Of the uses of the graph: a part of a checkpoint runs again where it is read.
+        channel: The channel of the graph's uses: a read may run a checkpointed part again.
     """
 
     def __init__(self, nodes: Sequence[Any], channel: Channel) -> None:
@@ -40,7 +40,7 @@ class ValueReader:
         self._channel = channel
         self._again: Recomputing | None = None
         self._values: dict[_Field, Any] = {}
-        self._copies: dict[_Field, Any] = {}  # on the CPU
+        self._copies: dict[_Field, Any] = {}  # copies on the CPU
 
     def read(self, node: Any, field: str, is_constant: bool = False, /) -> Any:
         """The tensors in a field of a node: see :class:`.step.Read`."""
@@ -55,13 +55,13 @@ class ValueReader:
         return self._copies[key]
 
     def fetch(self, values: Iterable[DecidingValue]) -> None:
-        """Copies what has decided in an earlier graph, and decides in this one, to the CPU."""
+        """Copies to the CPU the values that decided in an earlier graph, and decide in this one."""
         for of in values:
             self.value(of)
         self._copy([*self._values])
 
     def value(self, of: DecidingValue) -> Tensor:
-        """A tensor that has decided in an earlier graph, in this one, on its device."""
+        """This graph's tensor for a value that decided in an earlier one, on its device."""
         key = self._nodes[of.node], of.field
         if key not in self._values:
             self._values[key] = self._saved(*key)
@@ -69,7 +69,7 @@ class ValueReader:
         return value
 
     def constants(self) -> dict[DecidingValue, Tensor]:
-        """Copies of all that was read."""
+        """Copies of all tensors that were read."""
         constants = {}
         for (node, field), value in self._values.items():
             several = [(None, value)] if isinstance(value, Tensor) else enumerate(value)
@@ -79,14 +79,14 @@ class ValueReader:
         return constants
 
     def release(self) -> None:
-        """Frees what parts of checkpoints have computed to be read."""
+        """Frees the results of checkpointed parts that ran for reading."""
         self._values.clear()
         self._copies.clear()
         if self._again is not None:
             self._again.release()
 
     def _copy(self, fields: Sequence[_Field]) -> None:
-        """Copies what some fields have, with one wait for each device."""
+        """Copies the contents of some fields, with one wait for each device."""
         values = {key: self._values[key] for key in fields}
         entries = [x for of in values.values() for x in (of if isinstance(of, tuple) else (of,))]
         copies: dict[Any, Any] = {None: None}
@@ -96,16 +96,16 @@ class ValueReader:
             self._copies[key] = [copies[x] for x in of] if is_several else copies[of]
 
     def _saved(self, node: Any, field: str, is_constant: bool = False) -> Any:
-        """What a node saved in a field."""
+        """The saved tensors in a field of a node."""
         if not hasattr(node, f"_raw_saved_{field}"):
             raise Unreadable(field)
         try:
             if not checkpointed_parts([node]):
                 return getattr(node, f"_saved_{field}")
-        except RuntimeError as error:  # it was changed in place, or freed
+        except RuntimeError as error:  # changed in place, or freed
             raise Unreadable(field) from error
         if is_constant and sum(child is not None for child, _ in node.next_functions) > 1:
-            return None  # what is computed again does not tell that it requires a gradient
+            return None  # recomputed tensors do not show that they require a gradient
         if self._channel.before_pass is not None:
             raise Unreadable(field)  # the part may wait for other processes
         if self._again is None:
@@ -116,14 +116,14 @@ class ValueReader:
 
 @contextmanager
 def reading(nodes: Sequence[Any], channel: Channel) -> Iterator[ValueReader]:
-    """A block in which what nodes of a graph saved is read."""
+    """A block in which saved tensors of a graph's nodes are read."""
     reader = ValueReader(nodes, channel)
     with undone(reader.release):
         yield reader
 
 
 def copied_to_cpu(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-    """The tensors of the CPU, and copies of others, with one wait for each device."""
+    """The tensors themselves if on the CPU, otherwise copies, with one wait for each device."""
     copies = {x: x.detach() for x in tensors if x.device.type == "cpu"}
     for device in {x.device for x in tensors if x not in copies}:
         there = [x for x in tensors if x.device == device]
@@ -132,7 +132,7 @@ def copied_to_cpu(tensors: Sequence[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def copied_together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one device on the CPU, which come in one piece."""
+    """Copies tensors of one device to the CPU, in one transfer."""
     order = sorted(tensors, key=Tensor.element_size, reverse=True)  # so that all are aligned
     parts = [x.detach().contiguous().view(-1).view(torch.uint8) for x in order]
     pieces = torch.cat(parts).cpu().split([part.numel() for part in parts])

@@ -1,1 +1,1 @@
-"""Where each kind of node of autograd's graph takes the samples of its results."""
+"""How each kind of node of autograd's graph moves the samples of its results."""

@@ -29,9 +29,9 @@ class _Indexed(NamedTuple):
     """How ``x[indices]`` reads positions."""
 
     dims: list[int]
-    """The dimensions of x that are indexed."""
+    """The indexed dimensions of x."""
     start: int
-    """The first dimension of the positions in what is read."""
+    """The first dimension of the positions in the result."""
     rank: int
     """The number of such dimensions."""
     positions: Callable[[], Tensor]
@@ -63,7 +63,7 @@ def _indexed(step: NodeStep, shape: Shape) -> _Indexed:
 
 
 def _from_indices(step: NodeStep, places: Places) -> Places:
-    """For ``x[indices]``, as a result."""
+    """The result is ``x[indices]``."""
     dims, start, rank, positions = _indexed(step, step.given)
     step.has_read = step.is_exact or any(map(places.varies, range(start, start + rank)))
     is_exact = step.is_exact
@@ -71,7 +71,7 @@ def _from_indices(step: NodeStep, places: Places) -> Places:
 
 
 def _to_indices(step: NodeStep, places: Places) -> Places:
-    """For the ``y`` of ``x[indices] = y``, as an input."""
+    """The input is the ``y`` of ``x[indices] = y``."""
     dims, start, _, positions = _indexed(step, step.result)
     step.has_read = any(map(places.varies, dims))
     return picked(places, dims, start, positions()).summed(step.given)
@@ -84,7 +84,7 @@ def _index(step: NodeStep, size: int, name: str = "index") -> Tensor:
 
 
 def _from_index(step: NodeStep, places: Places) -> Places:
-    """For the result of ``index_select``."""
+    """The result is that of ``index_select``."""
     if not step.given:
         return all_together(step, places)
     dim, size, is_exact = step.dim(), step.given[step.dim()], step.is_exact
@@ -96,7 +96,7 @@ def _from_index(step: NodeStep, places: Places) -> Places:
 
 
 def _to_index(step: NodeStep, places: Places) -> Places:
-    """For what is added or copied to positions along a dimension."""
+    """The input is added or copied to positions along a dimension."""
     if not step.given or len(step.given) != len(step.result):
         return all_together(step, places)
     dim = step.dim()
@@ -106,7 +106,7 @@ def _to_index(step: NodeStep, places: Places) -> Places:
 
 
 def _from_rows(step: NodeStep, places: Places) -> Places:
-    """For rows of a matrix that indices of any shape name, as in a look-up of a table."""
+    """The result is rows of a matrix, selected by indices of any shape, as in a table look-up."""
     count = len(step.result) - len(step.given) + 1
     flat = places.viewed((prod(step.result[:count]), *step.result[count:]))
     step.has_read = step.is_exact or flat.varies(0)
@@ -118,7 +118,7 @@ def _from_rows(step: NodeStep, places: Places) -> Places:
 
 
 def _filled(places: Places, given: Shape) -> Places:
-    """Cut or filled up to the sizes of an input, whose first positions are those of the places."""
+    """Places cut or filled up to the sizes of an input; the first positions are the same."""
     for dim, (now, size) in enumerate(zip(places.shape, given, strict=True)):
         if now != size:
             is_along = places.varies(dim)
@@ -127,7 +127,7 @@ def _filled(places: Places, given: Shape) -> Places:
 
 
 def _gathered(name: str) -> Transfer:
-    """For single elements that were taken along a dimension by an index, as by a sort."""
+    """The result is single elements taken along a dimension by an index, as in a sort."""
 
     def transfer(step: NodeStep, places: Places) -> Places:
         given = step.given
@@ -136,7 +136,7 @@ def _gathered(name: str) -> Transfer:
         dim, samples = step.dim(), places.grid()
         if places.varies(dim) or step.is_exact:
             index = _index(step, given[dim], name)
-            for other in range(index.dim()):  # positions that the index does not depend on
+            for other in range(index.dim()):  # positions on which the index does not depend
                 if other != dim and samples.shape[other] == 1:
                     one = index.narrow(other, 0, 1) if index.shape[other] > 1 else index
                     index = one if bool((index == one).all()) else index
@@ -150,7 +150,7 @@ def _gathered(name: str) -> Transfer:
 
 
 def _scattered(step: NodeStep, places: Places) -> Places:
-    """For single elements that were put along a dimension by an index."""
+    """The input is single elements put along a dimension by an index."""
     given, result = step.given, step.result
     if not given or len(given) != len(result):
         return all_together(step, places)
@@ -167,7 +167,7 @@ def _scattered(step: NodeStep, places: Places) -> Places:
 
 
 def _selected(step: NodeStep, places: Places) -> Places:
-    """For reductions that take one of all positions along a dimension."""
+    """Reductions that take one of all positions along a dimension."""
     if not step.is_exact or not step.given or not step.has("indices"):
         return reduced(step, places)
     dim, index = step.dim(), step.saved("indices").long()
@@ -178,7 +178,7 @@ def _selected(step: NodeStep, places: Places) -> Places:
 
 
 def _from_elements(step: NodeStep, places: Places) -> Places:
-    """For elements that were taken from the whole tensor, by a mask or by number."""
+    """The result is elements taken from the whole tensor, by a mask or by number."""
     given, size = step.given, prod(step.given)
     flat = places.viewed((prod(step.result),))
     has_read = step.is_exact or flat.varies(0)

@@ -30,7 +30,7 @@ def _multiplied(step: NodeStep, places: Places) -> Places:
 
 
 def _chosen(step: NodeStep, places: Places) -> Places:
-    """Element by element, for one of the two that a condition chooses from."""
+    """Element by element, for one of the two inputs between which a condition chooses."""
     if step.is_voting:
         condition = step.saved("condition")
         places = places.emptied(condition if step.position else ~condition)
@@ -38,7 +38,7 @@ def _chosen(step: NodeStep, places: Places) -> Places:
 
 
 def _masked(step: NodeStep, places: Places) -> Places:
-    """Element by element, where the mask does not fill in another value."""
+    """Element by element, except where the mask fills in another value."""
     if step.is_voting and step.position == 0:
         places = places.emptied(step.saved("mask"))
     return by_element(step, places)
@@ -48,21 +48,21 @@ ELEMENTWISE = by_element, _multiplied, _chosen, _masked
 
 
 def _layer_normalized(step: NodeStep, places: Places) -> Places:
-    """The dimensions in front of those that are normalised; a weight for each place."""
+    """Keeps the dimensions before the normalised ones; a weight adds up places along them."""
     if step.position:
         return places.summed(step.given)
     return leading(len(step.argument("normalized_shape")))(step, places)
 
 
 def _layer_normalized_again(step: NodeStep, places: Places) -> Places:
-    """The derivative of a layer normalisation, of whose results the first is for its input."""
+    """The derivative of a layer normalisation; its first result is for its input."""
     if step.number or step.result != step.given:
         return all_together(step, places)
     return leading(len(step.argument("normalized_shape")))(step, places)
 
 
 def _of_groups(groups: int, step: NodeStep, places: Places) -> Places:
-    """The first dimension, and groups of channels in the second, which do not meet."""
+    """Keeps the first dimension, and groups of channels in the second, which do not meet."""
     result, given = step.result, step.given
     if groups < 2 or len(result) < 2 or result[1] % groups or given[1] % groups:
         return leading(len(given) - 1)(step, places)
@@ -71,7 +71,7 @@ def _of_groups(groups: int, step: NodeStep, places: Places) -> Places:
 
 
 def _convolved(step: NodeStep, places: Places) -> Places:
-    """Images, and groups of channels; weight and bias by channels of the result."""
+    """Keeps images, and groups of channels; weight and bias follow channels of the result."""
     if step.position == 0:
         is_batched = len(step.result) == len(step.given)
         if is_batched:
@@ -83,14 +83,14 @@ def _convolved(step: NodeStep, places: Places) -> Places:
 
 
 def _group_normalized(step: NodeStep, places: Places) -> Places:
-    """Images, and groups of channels; weight and bias by channels."""
+    """Keeps images, and groups of channels; weight and bias follow channels."""
     if step.position:
         return only(1, 0)(step, places)
     return _of_groups(step.argument("group"), step, places)
 
 
 def _batch_normalized(step: NodeStep, places: Places) -> Places:
-    """In training, channels, in which all samples meet."""
+    """In training, keeps channels, in which all samples meet."""
     if step.position:
         return only(1, 0)(step, places)
     return only(1, 1)(step, places) if step.argument("training") else places
@@ -98,7 +98,7 @@ def _batch_normalized(step: NodeStep, places: Places) -> Places:
 
 OF_LAYERS = table(
     (
-        by_element,  # those that have no tag of PyTorch's
+        by_element,  # operations that PyTorch does not tag
         """
         Alias BinaryCrossEntropy BinaryCrossEntropyBackward BinaryCrossEntropyWithLogits Clone
         Complex Conj Expand FusedDropout Hardswish HuberLoss LogSigmoid LogSigmoidBackward MseLoss
@@ -137,7 +137,7 @@ OF_LAYERS = table(
         "AffineGridGenerator Col2Im CudnnGridSampler GridSampler2D GridSampler3D Im2Col",
     ),
     (by_input(leading(1), leading(1), leading(1)), "ThnnFusedGruCell ThnnFusedLstmCell"),
-    # In layers, time comes first, and samples second; a state has them in front of its features.
+    # In layers, time comes first and samples second; states have samples before their features.
     (by_input(only(-2, -2), *[all_together] * 4, only(-2, -2), only(-2, -2)), "MkldnnRnnLayer"),
 )
 

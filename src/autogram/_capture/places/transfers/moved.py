@@ -23,17 +23,17 @@ def pulled(
 ) -> Places:
     """The places of an input, from those of a result that was taken from it.
 
-    Unless it ``is_exact``, positions that were not taken belong to the sample that all others
-    belong to, if there is one, so that the positions need not be read.
+    Unless it ``is_exact``, positions that were not taken belong to the same sample as all others,
+    if there is only one, so that the positions need not be read.
 
     Args:
-        places: Those of the result.
+        places: The places of the result.
         dims: The dimensions of the input along which positions were taken.
-        start: The first dimension of the result along which these positions are.
+        start: The first dimension of the result that holds these positions.
         count: The number of such dimensions of the result.
         given: The shape of the input.
-        positions: Gives the numbers of the positions, along ``dims`` together, that were taken, in
-            the shape of the result's dimensions.
+        positions: Gives the numbers of the taken positions, along ``dims`` together, in the
+            shape of the result's dimensions.
         is_exact: Whether to tell which positions were not taken.
     """
     grid = places.grid()
@@ -57,12 +57,12 @@ def picked(places: Places, dims: Sequence[int], start: int, positions: Tensor) -
     """The places of an input that was put into some positions of a result.
 
     Args:
-        places: Those of the result.
+        places: The places of the result.
         dims: The dimensions of the result along which positions were chosen.
-        start: The first dimension of the input along which these positions are.
+        start: The first dimension of the input that holds these positions.
         positions: The numbers of the positions, along ``dims`` together, in the shape of the
-            input's dimensions from ``start`` on. The input's other dimensions are those of the
-            result that are not among ``dims``.
+            input's dimensions from ``start`` on. The input's other dimensions are the
+            result's dimensions outside ``dims``.
     """
     grid, shape = places.grid(), places.shape
     rest = [d for d in range(grid.dim()) if d not in dims]
@@ -83,7 +83,7 @@ def picked(places: Places, dims: Sequence[int], start: int, positions: Tensor) -
 
 
 def scattered(grid: Tensor, index: Tensor, dim: int, size: int) -> Tensor:
-    """Samples that are added up at positions along a dimension, which has a size then.
+    """Samples added up at positions along a dimension, which then has a given size.
 
     The index has the shape of the samples.
     """
@@ -93,7 +93,7 @@ def scattered(grid: Tensor, index: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _votes(samples: Tensor, index: Tensor, dim: int, shape: Sequence[int]) -> Tensor:
-    """The sample of all that is added up at each position, which may be several."""
+    """The sample of each position to which samples are added up; `SEVERAL` if they differ."""
     largest = samples.new_full(shape, EMPTY).scatter_reduce(dim, index, samples, "amax")
     least = torch.full_like(largest, SEVERAL)
     least.scatter_reduce_(dim, index, samples.masked_fill(samples == EMPTY, SEVERAL), "amin")

@@ -20,14 +20,14 @@ from autogram._capture.places.transfers.step import (
     table,
 )
 
-# The most places that a vote looks at.
+# The most places at which a vote looks.
 _LARGEST_VOTE = 2**24
 
 
 def _contracted(dim: int, factor: str = "") -> Transfer:
-    """All positions along a dimension, counted from the last one, are summed over.
+    """Sums over all positions along a dimension, counted from the last one.
 
-    Where zeros of the other factor may keep samples apart, the positions vote by these.
+    Where zeros of the other factor may keep samples apart, only positions without zeros vote.
     """
 
     def transfer(step: NodeStep, places: Places) -> Places:
@@ -54,7 +54,7 @@ def _contracted(dim: int, factor: str = "") -> Transfer:
 def _voted(samples: Tensor, is_factor: Tensor) -> Tensor | None:
     """The sample of all positions with a factor: ``(*, c, b)`` and ``(*, a, c)`` to ``(*, a, b)``.
 
-    ``None`` where that would look at too many places.
+    ``None`` if that would look at too many places.
     """
     for axis in range(is_factor.dim() - 2):
         if samples.shape[axis] == 1:  # the sample is the same for all
@@ -67,9 +67,9 @@ def _voted(samples: Tensor, is_factor: Tensor) -> Tensor | None:
 
 
 def _attended(step: NodeStep, places: Places) -> Places:
-    """Each query depends on its own position, and keys and values on all queries they are open to.
+    """Queries depend on their own positions, keys and values on all queries that may see them.
 
-    The gradient of a mask depends on the queries, too.
+    A mask's gradient depends on the queries, too.
     """
     rank, given = len(step.result), step.given
     places = places.merged([rank - 1])
@@ -92,14 +92,14 @@ def _attended(step: NodeStep, places: Places) -> Places:
 
 
 def _bilinear(step: NodeStep, places: Places) -> Places:
-    """Of a product of three tensors, whose first dimension may be common to all."""
+    """A product of three tensors, which may all share their first dimension."""
     is_expanded = 0 in step.argument(f"expand{step.position + 1}")
     is_summed = 0 in step.argument("sumdim")
     return (all_together if is_expanded or is_summed else only(0, 0))(step, places)
 
 
 def _stacked(step: NodeStep, places: Places) -> Places:
-    """For functions of a stack of matrices: the dimensions in front of the matrices are kept."""
+    """Functions of a stack of matrices, which keep the dimensions before the matrices."""
     rank, result, given = len(step.given) - 2, step.result, step.given
     if rank < 1 or not rank <= len(result) <= rank + 2 or result[:rank] != given[:rank]:
         return all_together(step, places)
@@ -109,7 +109,7 @@ def _stacked(step: NodeStep, places: Places) -> Places:
 
 
 def _solved(step: NodeStep, places: Places) -> Places:
-    """Columns of the right side of linear equations, each of which has a solution of its own."""
+    """Columns of the right side of linear equations; each has a separate solution."""
     is_left = not step.has("left") or step.argument("left")
     (matrices, number), _ = step.node.next_functions
     if step.position == 0 or not is_left or matrices is None or step.result != step.given:
@@ -120,13 +120,13 @@ def _solved(step: NodeStep, places: Places) -> Places:
 
 
 def _rows(step: NodeStep, places: Places) -> Places:
-    """Rows of a matrix, each of which is multiplied by one of several matrices."""
+    """Rows of a matrix; each is multiplied by one of several matrices."""
     is_matrix = len(step.result) == len(step.given) == 2
     return (leading(1) if is_matrix else all_together)(step, places)
 
 
 def _distant(step: NodeStep, places: Places) -> Places:
-    """Distances of rows to rows."""
+    """Distances between rows."""
     rank = len(step.result)
     places = places.without(rank - 1 if step.position == 0 else rank - 2)
     return places.inserted(rank - 1, step.given[-1]).summed(step.given)

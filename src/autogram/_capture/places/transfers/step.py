@@ -1,8 +1,8 @@
 """Steps through a node, and the transfers that most families of nodes share.
 
-A transfer names, for each place of an input, the sample of *all* places of the result on which the
-input's cotangent there can depend, for any values of cotangents and of what the node saved. Places
-that a node does not reach may be given to any sample, as their cotangent is zero.
+For each place of an input, a transfer names the sample of *all* places of the result on which the
+input's cotangent there can depend, for any values of cotangents and of saved tensors. Places that
+a node does not reach may be given to any sample, because their cotangent is zero.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from autogram._capture.places.places import Places, Shape, plain, unanimous
 
 
 class Unreadable(Exception):
-    """What decides cannot be read."""
+    """Deciding values cannot be read."""
 
 
 class Road(IntEnum):
-    """How much is read, from the least on."""
+    """How much is read, in ascending order."""
 
     STRUCTURE = 0
-    """Empty places count for any sample, so that most indices need not be read."""
+    """Empty places count for any sample; most indices then need not be read."""
     EXACT = 1
     """Empty places are told apart."""
     CONSTANTS = 2
     """Zeros of constant factors and of masks may keep samples apart, and nodes are probed."""
     DERIVATIVES = 3
-    """So may derivatives of element-wise functions that are zero, such as those of a margin."""
+    """Zero derivatives of element-wise functions, such as those of a margin, may do so, too."""
 
 
 class Read(Protocol):
     """Gives the tensors in a field of a node, on the CPU, or raises `Unreadable`."""
 
     def __call__(self, node: Any, name: str, is_constant: bool = False, /) -> Any:
-        """The tensors; if it ``is_constant``, ``None`` for one that requires a gradient."""
+        """The tensors; if it ``is_constant``, ``None`` for a tensor that requires a gradient."""
 
 
 class CarryOut(Protocol):
-    """Gives what a node makes of cotangents, by its inputs' positions, if it can be called."""
+    """Gives a node's gradients for some cotangents, by input, if the node can be called."""
 
     def __call__(
         self, node: Any, cotangents: Sequence[Tensor | None], /
@@ -71,15 +71,15 @@ class NodeStep:
     has_read: bool = field(default=False, init=False)
     """Whether values of saved tensors have decided."""
     is_hidden: bool = field(default=False, init=False)
-    """Whether something has decided that no field of the node tells."""
+    """Whether something that no field of the node tells has decided."""
 
     def saved(self, name: str) -> Any:
-        """A tensor, or several, that the node saved, on the CPU: its values decide."""
+        """One or several saved tensors of the node, on the CPU: their values decide."""
         self.has_read = True
         return self.read(self.node, name)
 
     def constant(self, name: str) -> Tensor | None:
-        """A tensor that the node saved, if there is one that requires no gradient, on the CPU."""
+        """A saved tensor of the node, on the CPU, if it exists and requires no gradient."""
         if not hasattr(type(self.node), f"_raw_saved_{name}"):
             return None  # nothing, or a number
         tensor: Tensor | None = self.read(self.node, name, True)
@@ -88,7 +88,7 @@ class NodeStep:
 
     @property
     def is_exact(self) -> bool:
-        """Whether to tell which places are empty, by values if need be."""
+        """Whether to tell which places are empty, from values if needed."""
         return self.road >= Road.EXACT
 
     @property
@@ -97,21 +97,21 @@ class NodeStep:
         return self.road >= Road.CONSTANTS
 
     def has(self, name: str) -> bool:
-        """Whether nodes of this kind save something by a name."""
+        """Whether nodes of this kind save something under a name."""
         return hasattr(type(self.node), f"_saved_{name}")
 
     def argument(self, name: str) -> Any:
-        """What the node saved that is not a tensor."""
+        """A saved value of the node that is not a tensor."""
         if not self.has(name):
             raise Unreadable(f"{self.node.name()} of this version of PyTorch has no `{name}`")
         return getattr(self.node, f"_saved_{name}")
 
     def dim(self, name: str = "dim") -> int:
-        """A dimension, which may have been saved as a negative number."""
+        """A dimension, which may be saved as a negative number."""
         return signed(self.argument(name)) % self.rank
 
     def dims(self) -> list[int]:
-        """The dimensions that the call was for."""
+        """The dimensions given to the call."""
         for name in ("dim", "dims", "dimension"):
             if self.has(name) and (dims := self.argument(name)) is not None:
                 numbers = dims if isinstance(dims, tuple) else (dims,)
@@ -120,7 +120,7 @@ class NodeStep:
 
     @property
     def rank(self) -> int:
-        """The number of dimensions that dimensions of the call are counted in."""
+        """The number of dimensions in which the call counts its dimensions."""
         return max(len(self.result), len(self.given), 1)
 
 
@@ -128,7 +128,7 @@ Transfer = Callable[[NodeStep, Places], Places]
 
 
 def signed(number: int) -> int:
-    """A number that may be negative, also where it was saved as an unsigned one."""
+    """A number that may be negative, even if it was saved as an unsigned one."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
@@ -146,9 +146,9 @@ def all_together(step: NodeStep, places: Places) -> Places:
 
 
 def by_element(step: NodeStep, places: Places) -> Places:
-    """Each place depends on its own, for inputs that were broadcast on all that read it.
+    """Each place depends on its own place; broadcast inputs depend on all that read them.
 
-    Where the result is a sum of all elements, as of a loss, all depend on the sum.
+    If the result is a sum of all elements, such as a loss, all depend on the sum.
     """
     is_tap = isinstance(step.node, BackwardCFunction)
     if step.road == Road.DERIVATIVES and not is_tap:
@@ -163,19 +163,19 @@ def by_element(step: NodeStep, places: Places) -> Places:
 
 
 def unchanged(_: NodeStep, places: Places) -> Places:
-    """Each place depends on its own."""
+    """Each place depends on its own place."""
     return places
 
 
 def across(step: NodeStep, places: Places) -> Places:
-    """All positions along the dimensions of the call depend on one another, as in a softmax."""
+    """All positions along the call's dimensions depend on one another, as in a softmax."""
     if len(step.result) != len(step.given):
         return all_together(step, places)
     return places.merged(step.dims()).fitted(step.given)
 
 
 def reduced(step: NodeStep, places: Places) -> Places:
-    """All positions along the dimensions of the call go into one of the result."""
+    """All positions along the call's dimensions go into one position of the result."""
     result, given = step.result, step.given
     if len(result) == len(given):
         return places.fitted(given)
@@ -188,7 +188,7 @@ def reduced(step: NodeStep, places: Places) -> Places:
 
 
 def leading(but: int) -> Transfer:
-    """The first dimensions are kept: all of the input's but some last ones."""
+    """Keeps the first dimensions: all of the input's except some last ones."""
 
     def transfer(step: NodeStep, places: Places) -> Places:
         rank = len(step.given)
@@ -200,7 +200,7 @@ def leading(but: int) -> Transfer:
 
 
 def only(dim: int, to: int) -> Transfer:
-    """One dimension of the result is one of the input, if their sizes are equal."""
+    """One dimension of the result equals one of the input, if their sizes are equal."""
 
     def transfer(step: NodeStep, places: Places) -> Places:
         rank, given = len(step.result), step.given

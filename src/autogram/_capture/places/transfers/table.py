@@ -1,4 +1,4 @@
-"""The transfer of each kind of node: all that is known of where nodes take samples."""
+"""The transfer of each kind of node: all known facts about how nodes move samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAMILIES = (*FAMILIES_OF_PRODUCTS, *FAMILIES_OF_LAYERS)
 
 
 def transfer_of(node: Any) -> Transfer | None:
-    """The transfer of a node, if its kind is known. Taps hand on what they are given."""
+    """The transfer of a node, if its kind is known. Taps pass on what they receive."""
     if use_of(node) is not None:
         return by_element
     return _find(kind_of_node(type(node)).operation)
@@ -37,14 +37,14 @@ def joins_pieces(node: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _find(operation: str) -> Transfer | None:
-    """From the table, by a tag of PyTorch's, or by a family of names."""
+    """The transfer from the table, from PyTorch's tags, or from a family of names."""
     if operation in _TABLE:
         return _TABLE[operation]
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", operation)
-    if is_pointwise(name.lower()) or is_pointwise(operation.lower()):  # as `log1p` is written
+    if is_pointwise(name.lower()) or is_pointwise(operation.lower()):  # `log1p` is spelt like this
         return by_element
     differentiated = operation.removesuffix("Backward")
     if differentiated != operation and _find(differentiated) is by_element:
-        return by_element  # the derivative of an element-wise function is one
+        return by_element  # it is element-wise like the function
     families = (transfer for family, transfer in _FAMILIES if family.fullmatch(operation))
     return next(families, None)

@@ -20,12 +20,12 @@ from autogram._capture.places.transfers.step import (
     table,
 )
 
-# Samples up to this number have squares that are exact in float64, also added up.
+# Squares of samples up to this number, and their sums, are exact in float64.
 _MOST_IN_COPIES = 2**16
 
 
 def _permuted(step: NodeStep, places: Places) -> Places:
-    """Of another order of dimensions."""
+    """The result has another order of dimensions."""
     rank = len(step.result)
     order = list(range(rank))
     if step.has("dims"):
@@ -39,23 +39,23 @@ def _permuted(step: NodeStep, places: Places) -> Places:
 
 
 def _viewed(step: NodeStep, places: Places) -> Places:
-    """The same elements, in order, in another shape."""
+    """The result has the same elements, in order, in another shape."""
     return places.viewed(step.given)
 
 
 def _unsqueezed(step: NodeStep, places: Places) -> Places:
-    """Of one dimension more."""
+    """The result has an additional dimension."""
     return places.without(signed(step.argument("dim")) % len(step.result))
 
 
 def _complex_view(step: NodeStep, places: Places) -> Places:
-    """A real view of complex numbers, or the other way round: pairs along a last dimension."""
+    """A real view of complex numbers, or the reverse: pairs along a last dimension."""
     rank = len(step.result)
     return places.without(rank - 1) if rank > len(step.given) else places.inserted(rank, 2)
 
 
 def _sliced(step: NodeStep, size: int) -> torch.Tensor:
-    """The positions of a slice, or the one position that is selected."""
+    """The positions of a slice, or the single selected position."""
     positions = torch.arange(size, device="cpu")
     if step.has("index"):
         return positions[signed(step.argument("index"))]
@@ -65,7 +65,7 @@ def _sliced(step: NodeStep, size: int) -> torch.Tensor:
 
 
 def _from_slice(step: NodeStep, places: Places) -> Places:
-    """For a result that is a slice of the input, or one position of it."""
+    """The result is a slice of the input, or one position of it."""
     dim, given = step.dim(), step.given
     count = int(len(step.result) == len(given))
     if count and step.result[dim] == given[dim]:
@@ -74,13 +74,13 @@ def _from_slice(step: NodeStep, places: Places) -> Places:
 
 
 def _to_slice(step: NodeStep, places: Places) -> Places:
-    """For an input that is a slice of the result, or one position of it."""
+    """The input is a slice of the result, or one position of it."""
     dim = step.dim()
     return picked(places, [dim], dim, _sliced(step, step.result[dim]))
 
 
 def _padded(step: NodeStep, places: Places) -> Places:
-    """For an input that is padded, or cut where it is padded by less than nothing."""
+    """The input is padded, or cut if the padding is negative."""
     numbers = [signed(number) for number in step.argument("pad")]
     for i, (before, after) in enumerate(zip(numbers[::2], numbers[1::2], strict=True)):
         if before or after:
@@ -89,18 +89,18 @@ def _padded(step: NodeStep, places: Places) -> Places:
 
 
 def _joined(step: NodeStep, places: Places) -> Places:
-    """For an input that is one of several which are joined along a dimension, or stacked."""
+    """The input is one of several that are joined along a dimension, or stacked."""
     node, given, result = step.node, step.given, step.result
     dim = signed(step.argument("dim")) % len(result)
     if len(given) < len(result):
         if kind_of_node(type(node)).operation != "Stack":
-            return Places.nowhere(given)  # an empty tensor, which `torch.cat` leaves out
+            return Places.nowhere(given)  # an empty tensor, which `torch.cat` ignores
         return picked(places, [dim], dim, torch.tensor(step.position, device="cpu"))
     if not places.varies(dim):
         return places.resized(dim, given[dim])
     if not prod(given):
         return Places.nowhere(given)
-    # The node does not tell how long constants are. What it returns is a view of what it is given.
+    # The node does not tell the lengths of constants. It returns views of what it is given.
     step.is_hidden = any(child is None for child, _ in node.next_functions)
     line = [-1 if d == dim else 1 for d in range(len(result))]
     numbers = torch.arange(result[dim], device="cpu").view(line).expand(result)
@@ -115,12 +115,12 @@ def _handed_on(step: NodeStep, places: Places) -> Places:
 
 
 def from_pieces(node: Any, results: Sequence[Places | None], shapes: Sequence[Shape]) -> Places:
-    """For results that are all pieces of the input along a dimension, or all its positions.
+    """For a split or ``unbind``: the results are all pieces of the input along a dimension.
 
     Args:
         node: The node of ``unbind`` or of a split.
         results: The places of each result, some of which have a cotangent.
-        shapes: The shapes of all results, and of the input at last.
+        shapes: The shapes of all results, and then of the input.
     """
     given = shapes[-1]
     dim = signed(node._saved_dim) % len(given)
@@ -146,9 +146,9 @@ def from_pieces(node: Any, results: Sequence[Places | None], shapes: Sequence[Sh
 def by_copies(step: NodeStep, places: Places) -> Places:
     """For a node that adds up copies of elements, in a way that it does not tell.
 
-    The node is carried out on numbers: for each place, on how many copies are added up, on the sum
-    of their samples, and on the sum of the squares of these. The count times the sum of squares is
-    the square of the sum only if all are equal.
+    The node is carried out on numbers: for each place, these are the number of added copies, the
+    sum of their samples, and the sum of the samples' squares. The count times the sum of squares
+    equals the square of the sum only if all samples are equal.
     """
     grid = places.grid()
     is_flip = kind_of_node(type(step.node)).operation in ("Flip", "Roll")
@@ -157,8 +157,8 @@ def by_copies(step: NodeStep, places: Places) -> Places:
     is_one = places.samples.numel() == 1 and not step.is_exact
     if is_one or int(grid.max()) >= _MOST_IN_COPIES:
         return all_together(step, places)
-    step.is_hidden = kind_of_node(type(step.node)).operation == "AsStrided"  # strides of the input
-    for name in ("mask", "index", "indices", "result1"):  # what decides, besides shapes
+    step.is_hidden = kind_of_node(type(step.node)).operation == "AsStrided"  # input strides
+    for name in ("mask", "index", "indices", "result1"):  # these decide, besides shapes
         if step.has(name):
             step.saved(name)
     grid = grid.expand(step.result)
@@ -172,7 +172,7 @@ def by_copies(step: NodeStep, places: Places) -> Places:
 
 
 def written(step: NodeStep, places: Places) -> Places:
-    """For a tensor of which some places are overwritten, so that they have no cotangent."""
+    """For a tensor with overwritten places, which have no cotangent."""
     return (by_copies if step.is_exact else by_element)(step, places)
 
 
