@@ -15,7 +15,7 @@ from autogram._distributed.group import Group
 from autogram._distributed.plan import UNDER_WAY, ExchangePlan, Offsets, Packet, Slice
 from autogram._distributed.share import Data, Share, flat, shaped
 
-# Marks, instead of an error, that the data which this rank has sent are out of date.
+# Instead of an error: data that this rank has sent turned out to be out of date.
 _VOID = RuntimeError("void")
 
 
@@ -123,7 +123,7 @@ class Exchange:
 
         def contract() -> None:
             work.wait()
-            assert sent is not None  # sending needs it until now
+            assert sent is not None  # keeps it alive until it is sent
             rows = received.view(-1, step)  # of all objectives, in a slice of the parameters
             self._attempt(self._total.addmm_, rows, rows.mT)
 
@@ -168,7 +168,7 @@ class Exchange:
         def contract() -> None:
             for work in works:
                 work.wait()
-            assert len(sent) == sizes[rank]  # sending needs it until now
+            assert len(sent) == sizes[rank]  # keeps it alive until it is sent
             while received:
                 self._attempt(self._contract, data, packet, *received.popitem())
 

@@ -41,8 +41,8 @@ def register_rule(
             is replaced by a function that recordings see, and that otherwise does the same. Take
             shorthands such as ``scale = Scale.apply`` after the registration.
         holds_for_complex: Whether the rule also holds for complex tensors. A recipe from
-            :func:`product` or :func:`multilinear` holds if PyTorch's gradient is this einsum of
-            the cotangent and the conjugated factors. By default, such calls ignore the rule.
+            :func:`product` or :func:`multilinear` does if PyTorch's gradient is this einsum of the
+            cotangent and the conjugated factors. By default, complex calls ignore the rule.
 
     Raises:
         RuleError: A function has another rule already, or its calls cannot be recorded.

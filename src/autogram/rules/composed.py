@@ -1,4 +1,4 @@
-"""Recurrent layers composed of other calls, like PyTorch's own where one kernel is not enough.
+"""Recurrent layers composed of other calls, as in PyTorch where no kernel computes all of them.
 
 The step of a cell calls two linear layers, which have a rule, so that no rule has to replay the
 step. Several layers with dropout become calls of one layer each, which can be replayed, with

@@ -164,7 +164,7 @@ class Convolution(NamedTuple):
         input = input.movedim(1, -1)
         if any(zeros):
             input = F.pad(input, (0, 0, *zeros))
-        elif self._has_patches:  # products need no copy
+        elif self._has_patches:  # without patches, products need no copy
             input = input.contiguous()
         sizes = zip(self.weight[2:], self.stride, self.dilation, strict=True)
         for dim, (size, step, hole) in enumerate(sizes, start=1):

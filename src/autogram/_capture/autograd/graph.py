@@ -246,7 +246,7 @@ _SIZES = (
     "HxW N end index length max_k max_q max_seqlen_batch_k max_seqlen_batch_q normalized_shape pad "
     "repeats self_sym_numel start storage_offset"
 )
-# Data of the samples: numbers of positions that count.
+# Data of the samples: how many positions of each sample count.
 _DATA = ("input_lengths", "target_lengths")
 # Functions of PyTorch's wrappers that return their inputs.
 _HANDING_ON = {"RegisterPostBackwardFunction", "_DDPSink"}

@@ -41,7 +41,7 @@ def changed_slice(node: Any) -> ChangedSlice | None:
 
 @lru_cache(maxsize=4096)
 def kept_by_slice(found: ChangedSlice) -> tuple[int, ...]:
-    """For each dimension of the tensor, the same dimension of a slice, or -1 if it lacks that.
+    """For each dimension of the tensor, the dimension of a slice that keeps it whole, or -1.
 
     Empty if nothing is known of the slice.
     """

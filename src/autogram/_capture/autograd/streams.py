@@ -3,7 +3,6 @@
 Autograd runs each node on the stream of its forward call, with a thread for each device. At the end
 of a pass, the streams of its caller wait for streams that computed gradients of leaves. Taps
 compute none.
-compute none.
 """
 
 from __future__ import annotations

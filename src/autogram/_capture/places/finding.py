@@ -62,7 +62,7 @@ class Finding:
     unknown: frozenset[int]
     """The nodes that could not be followed."""
     mixing: int
-    """The first node, counted from the losses, that mixes samples on the way to a wanted edge."""
+    """The first node from the losses that mixes samples on the way to a wanted edge, if any."""
 
     def changes(self, nodes: Sequence[Any], channel: Channel) -> list[Tensor]:
         """Whether each constant has other values in another graph, as tensors on its device."""

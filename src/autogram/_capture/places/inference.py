@@ -54,7 +54,7 @@ class Inference:
     by_value: set[Any] = field(default_factory=set)
     """The nodes about which more than the graph's structure has decided."""
     untold: set[Any] = field(default_factory=set)
-    """Those of them about which something incomparable in other graphs has decided."""
+    """Those of them decided by something that cannot be compared in another graph."""
     probes: dict[Any, Probe] = field(default_factory=dict)
     """The probed nodes: at first those of an earlier graph, then those of this one."""
     unknown: set[Any] = field(default_factory=set)
@@ -103,7 +103,7 @@ class Inference:
             ]
         transfer = transfer_of(node)
         arrived = [(i, places) for i, places in enumerate(results) if places is not None]
-        # If there is only one sample to tell apart, any transfer is right.
+        # If all places belong to one sample, those of the inputs do, too, whatever the node does.
         is_one = self.road == Road.STRUCTURE and all(x.samples.numel() == 1 for _, x in arrived)
         if is_one and len(arrived) == 1:
             transfer = all_together

@@ -170,7 +170,7 @@ class Places:
         return self._with(factors, samples.reshape(sizes))
 
     def padded(self, dim: int, before: int, after: int) -> Places:
-        """Places with empty positions added at the ends of a dimension, or with fewer."""
+        """Places with empty positions added at the ends of a dimension, or positions cut off."""
         grid, size = self.grid(), prod(self.factors[dim])
         if grid.shape[dim] == 1 != size:
             grid = grid.expand([size if d == dim else -1 for d in range(grid.dim())])
@@ -205,7 +205,7 @@ class Places:
         """Places with size 1 along each axis along which all samples are equal.
 
         Unless it ``is_exact``, empty places belong to any sample, because zero is zero for all.
-        An axis along which samples differ keeps empty places: another tensor may fill them.
+        One axis keeps its empty places even so: another tensor may have samples there.
         """
         samples = self.samples
         if self.is_compact or not samples.numel():

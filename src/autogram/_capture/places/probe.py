@@ -93,7 +93,7 @@ class Prober:
         """
         is_python = isinstance(node, BackwardCFunction)
         if self.channel.before_pass is not None and (is_python or self._parts):
-            return None  # both may wait for other processes
+            return None  # either may wait for other processes
         self.shown.clear()
         again = Recomputing(self._parts)
         try:
