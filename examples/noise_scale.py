@@ -6,7 +6,7 @@ the squared norm of the true gradient have unbiased estimates from the diagonal 
     tr(S) = (mean of G_bb - mean of G) * B / (B - 1)        |g|^2 = mean of G - tr(S) / B
 
 Their ratio is the batch size at which noise and signal are equal. Smaller batches need about as
-many samples but more steps; larger ones about as many steps but more samples. The output shows it.
+many samples but more steps; larger ones about as many steps but more samples. Some are printed.
 
 McCandlish, Kaplan, Amodei et al., An Empirical Model of Large-Batch Training, 2018,
 arXiv:1812.06162, section 2.2.

@@ -205,7 +205,7 @@ def check_norms(norms: Tensor) -> None:
 
 
 def check_numbers(vector: Tensor, what: str = "A vector") -> None:
-    """Refuses a vector without real numbers, or without a separate value for each."""
+    """Refuses any vector but a dense one of real numbers with values."""
     is_real = not (vector.is_complex() or vector.is_quantized)
     if not is_real or vector.layout != torch.strided:
         raise InvalidOperandError(

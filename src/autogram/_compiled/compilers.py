@@ -94,7 +94,7 @@ COMPILERS = {"inductor": _inductor, "aot_eager": _aot_eager}
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Prevents other threads from compiling during a block, like Dynamo does.
+    """Prevents other threads from compiling during a block, as Dynamo does.
 
     The state of tracing is shared by all threads. A compiled function called in the meantime
     would take the tracing for one of its own calls, unless it is told that something compiles.

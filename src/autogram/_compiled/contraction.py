@@ -2,7 +2,7 @@
 
 Once the places of the samples are certain, nothing about the contractions of a part depends on
 values. They are traced on tensors without data, and appended to the graph after the cotangents. The
-graph then returns one result ``(k, b, k, b)``; most factors never leave it. For a fused step, it
+graph then returns one result ``(k, b, k, b)``; factors never leave it. For a fused step, it
 also returns rows or factors, from which gradients are computed once the weights are known.
 """
 
@@ -54,7 +54,7 @@ class KeptBlock(NamedTuple):
 
     use: int  # number of a use that reads the parameter
     read: int  # number of the tensor among those that the use reads
-    region: Region  # offset from the parameter's first element
+    region: Region  # with the offset from the parameter's first element
     equation: str
     operands: int  # how many results hold the factors
 

@@ -1,6 +1,6 @@
 """Private names of PyTorch that the backend uses, and what PyTorch would have to offer instead.
 
-No other file of this package uses private names. The first use of the backend looks for
+This package uses no private names outside these lists. The first use of the backend looks for
 all of `PRIVATE_NAMES`. If one is missing, parts are compiled without taps.
 """
 

@@ -100,9 +100,7 @@ class Backward:
             # Compiled now, a compiler's conditions on sizes become guards of the part. Later, they
             # would hold for the sizes of one call, but be used for all.
             self._variant("full", self._without_taps)
-            with suppress(
-                Exception
-            ):  # the compiler failed: this variant, for engines, then runs uncompiled
+            with suppress(Exception):  # the compiler's: engines' variant then runs uncompiled
                 self._variant("taps", self._with_taps)
             self._is_guarded = False
 

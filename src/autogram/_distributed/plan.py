@@ -148,7 +148,7 @@ def _pair(first: Piece, second: Piece, share: Share, places: int) -> float:
     if not any(is_of_lookup(of.equation) for of in (first, second)):
         if first.region == second.region:
             return cost_of_products(first.equation, shapes[0], second.equation, shapes[1])
-        # Regions that share elements are multiplied as rows of the whole parameter; others are not.
+        # Regions that share elements are multiplied as rows of the whole; others have no products.
         if not overlap(first.region, second.region):
             return 0.0
         return float(prod(prod(share.sizes[of.part]) for of in (first, second)) * places)

@@ -1,4 +1,4 @@
-"""Delays interrupts while ranks exchange data: nobody could tell how far a rank had come.
+"""Delays interrupts while ranks exchange data, because they could stop a rank anywhere.
 
 Python calls signal handlers in the main thread, between any two lines. A handler that raises
 could stop a rank between calls that the others still make.

@@ -46,7 +46,7 @@ def _expand(read: NodeInput) -> NodeRecipe:
 
 @of_nodes("CopyBackwards")
 def _copy(read: NodeInput) -> NodeRecipe | None:
-    """The tensor copied in place. The result keeps nothing of the old values."""
+    """The source of an in-place copy. The result keeps nothing of the old values."""
     return addend_at(read) if read.position == 1 else None
 
 
