@@ -30,7 +30,7 @@ from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.from_graph.ends import End, Graph
 from autogram._capture.from_graph.node_uses import NodeUse
 from autogram._capture.from_graph.use_plan import UsePlan
-from autogram._capture.recording import Channel, Recording, noted_at
+from autogram._capture.recording import Channel, Recording, noted_among
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
 from autogram.errors import UnsupportedError, listed
@@ -70,7 +70,7 @@ class Survey:
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
         tail = self.nodes[: self._end_of_tail] if self.leaves_of_tail and channel.has_noted else ()
-        self._noted = [(x, of) for x in tail if (of := noted_at(x, channel)) is not None]
+        self._noted = noted_among(tail, channel)
         passes = [*self.recordings, *[recording for _, recording in self._noted]]
         # Forward passes of the taps, and those whose results the losses read past every tap.
         self.passes = [*{of: None for each in passes for of in (each, *each.earlier)}]
