@@ -25,6 +25,7 @@ from autogram._capture.autograd.nested import (
     watch,
 )
 from autogram._capture.autograd.streams import Streams
+from autogram._capture.from_graph.tensor_hooks import retaining
 from autogram._capture.recording import Channel, Recording
 from autogram._undo import undone
 from autogram.errors import UnsupportedError, listed
@@ -93,7 +94,7 @@ class Pass:
     _has_nested: bool = False
     _kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = field(default_factory=list)
     _reached: set[Recording] = field(default_factory=set)
-    _retained: list[tuple[Recording, Tensor, Tensor | None]] = field(default_factory=list)
+    _retained: list[tuple[Recording | None, Tensor, Tensor | None]] = field(default_factory=list)
     """Activations that keep their gradient, with the gradient that they had."""
     _streams: Streams | None = None
     """Those of a pass with a receiver that is not on the CPU alone."""
@@ -140,6 +141,7 @@ class Pass:
                 self._streams = Streams(devices)
         kept = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
         self._retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
+        self._retained += [(None, x, x.grad) for x in retaining()]
         with undone(self._undo):
             for output, cotangent, must_retain in outputs:
                 if isinstance(output, Tensor):
@@ -180,7 +182,7 @@ class Pass:
         self._error = None  # its traceback leads back to here
         self._put_back()
         for recording, tensor, gradient in self._retained:
-            if recording in self._reached:
+            if recording is None or recording in self._reached:
                 tensor.grad = gradient
 
     def reach(self, recording: Recording) -> bool:
