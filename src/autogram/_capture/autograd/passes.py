@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from autogram._capture.autograd.graph import explaining_freed_graphs
+from autogram._capture.autograd.graph import explaining_freed_graphs, nodes_behind
 from autogram._capture.autograd.nested import (
     is_watched,
     running_pass,
@@ -141,7 +141,10 @@ class Pass:
                 self._streams = Streams(devices)
         kept = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
         self._retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
-        self._retained += [(None, x, x.grad) for x in retaining()]
+        if tensors := retaining():
+            starts = [x[0] if isinstance(x, list) else x for x, _, _ in outputs]
+            nodes = {*chain(*map(nodes_behind, starts))}
+            self._retained += [(None, x, x.grad) for x in tensors if x.grad_fn in nodes]
         with undone(self._undo):
             for output, cotangent, must_retain in outputs:
                 if isinstance(output, Tensor):

@@ -22,7 +22,7 @@ from autogram._capture.places.places import Places
 from autogram._capture.places.probe import Edge, Prober
 from autogram._capture.places.reading import reading
 from autogram._capture.places.transfers.step import Road
-from autogram._capture.recording import Channel
+from autogram._capture.recording import Channel, noted_among
 
 
 class End(NamedTuple):
@@ -116,22 +116,23 @@ def ends_of_samples(graph: Graph, start: Places, channel: Channel, most_rows: in
     mixed = {*graph.order} - most - graph.plain
     for node in graph.order if mixed else ():
         if node in most:
-            _refuse_large_rows(node, graph, mixed, most_rows // prod(start.shape))
+            _refuse_large_rows(node, graph, mixed, channel, most_rows // prod(start.shape))
     return graph.ends(most)
 
 
-def _refuse_large_rows(node: Any, graph: Graph, mixed: set[Any], most: int) -> None:
-    """Raises where rows would be pulled back, from what a node reads, to larger parameters."""
+def _refuse_large_rows(
+    node: Any, graph: Graph, mixed: set[Any], channel: Channel, most: int
+) -> None:
+    """Raises where rows would be pulled back, through a module's result, to large parameters."""
     read = [child for child, _ in node.next_functions if child in mixed]
-    if not read:
-        return
-    leaves = [x for x in nodes_from(read) if x in graph.leaves]
-    if sum([leaf.variable.numel() for leaf in leaves]) > most:
+    behind = [*nodes_from(read)]
+    elements = sum([x.variable.numel() for x in behind if x in graph.leaves])
+    if elements > most and noted_among(behind, channel):
         raise MetError(node)
 
 
 class MetError(Exception):
-    """Samples meet at a node, before they reach large parameters."""
+    """Samples meet at a node, before they reach a module with large parameters."""
 
     def __init__(self, node: Any) -> None:
         super().__init__()

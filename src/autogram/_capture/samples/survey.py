@@ -144,6 +144,7 @@ class Survey:
         names = {p: self.names[p] for p in self.inside}
         numbered = plan.uses(self.nodes, self.channel, names)
         self.node_uses, self.last_nodes = [use for use, _ in numbered], plan.last
+        self.enclosing = []  # it is not asked what happens inside of a node
         self.uses = dict[Use, int](numbered)
 
     def _find_left_out(self) -> dict[Tensor, str]:

@@ -78,16 +78,21 @@ def test_values_that_keep_samples_apart() -> None:
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.Softmax])
 def test_samples_that_meet(kind: type[nn.Module]) -> None:
-    """Places end at the node that mixes them; it is named where rows would be large."""
+    """Places end at the node that mixes them, which is named where rows would be large."""
     norm = nn.BatchNorm1d(4) if kind is nn.BatchNorm1d else nn.Softmax(0)
     model = nn.Sequential(nn.Linear(3, 4, bias=False), norm)
     losses = model(batch(5, 3)).square().sum(1)
     (mixing,) = {name for name, _ in found(losses, model)}
     assert mixing in ("NativeBatchNormBackward0", "SoftmaxBackward0")
 
+    channel = Channel(lambda: dict.fromkeys(model.parameters(), ""))
+    recording = channel.begin()
+    hidden = model[0](batch(5, 3))
+    recording.note_at(hidden)
+    losses = norm(hidden).square().sum(1)
     graph, start = graph_of(losses, model), Places.along(losses.shape, 0)
     elements = 5 * 12  # of the rows of the weight
-    assert len(ends_of_samples(graph, start, Channel(), elements)) == 1
+    assert ends_of_samples(graph, start, channel, elements)
     with pytest.raises(MetError) as met:
-        ends_of_samples(graph, start, Channel(), elements - 1)
+        ends_of_samples(graph, start, channel, elements - 1)
     assert met.value.node.name() == mixing
