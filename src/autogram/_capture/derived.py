@@ -26,7 +26,7 @@ from autogram._capture.autograd.graph import (
     kind_of_node,
     nodes_behind,
 )
-from autogram._capture.from_graph.comparing import gives_the_same
+from autogram._capture.from_graph.tensor_hooks import are_hooked
 from autogram._capture.places.transfers.step import signed
 from autogram._capture.recording import Channel
 from autogram._capture.tracked import Tracked
@@ -54,18 +54,11 @@ def pull_back_factors(channel: Channel, derived: Tracked, columns: Columns) -> P
         nodes = [*nodes_behind(derived.edge)]
         if not all(hasattr(x, "variable") or has_formula(x) for x in nodes):
             return None
-    follow = partial(_follow, channel, derived)
-    if channel.reads_graph and not gives_the_same(channel, derived, nodes, columns, follow):
+    if channel.reads_graph and are_hooked(nodes):
         return None
-    return follow(columns)
-
-
-def _follow(channel: Channel, derived: Tracked, columns: Columns) -> Pulled | None:
-    """The blocks of the parameters, if all nodes on the way have formulas that hold."""
-    whole, edge = Region.contiguous(derived.shape), derived.edge
-    assert edge is not None
+    whole = Region.contiguous(derived.shape)
     pulled: Pulled = []
-    for region, block in columns.found():
+    for region, block in factors:
         if not isinstance(block, Block) or region != whole.canonical:
             return None
         labels = ["1"] * len(whole.shape)
@@ -73,11 +66,11 @@ def _follow(channel: Channel, derived: Tracked, columns: Columns) -> Pulled | No
             labels[dim] = label
         block = _relabelled(block, labels)
         try:
-            with torch.no_grad(), explaining_freed_graphs(edge):
-                pulled += _pull_back(channel, edge, block, columns.kernels)
+            with torch.no_grad(), explaining_freed_graphs(derived.edge):
+                pulled += _pull_back(channel, derived.edge, block, columns.kernels)
         except _UnknownError:
             return None
-    known_ids = {id(x) for x in derived.sources}
+    known_ids = {id(x) for x in sources}
     return [(leaf, block) for leaf, block in pulled if id(leaf) in known_ids]
 
 

@@ -243,6 +243,8 @@ class Recording:
     """Activations whose gradient the user has asked to keep."""
     freed_by: str = ""
     """The call of an engine, if any, whose pass was told not to keep the graph."""
+    noted: set[int] = field(default_factory=set)
+    """The numbers of the nodes at which the pass is noted, each of which its thread gives once."""
     earlier: dict[Recording, None] = field(default_factory=dict)
     """Forward passes of which this one has read results that no tap was on."""
 
@@ -255,8 +257,9 @@ class Recording:
         for tensor in (result, result._base):
             if tensor is None or tensor.grad_fn is None or tensor in self.names:
                 return  # the graph of a parameter that is no leaf would hold what holds it
-            notes: Any = tensor.grad_fn.metadata
-            notes.setdefault(self.channel, self)
+            node: Any = tensor.grad_fn
+            node.metadata.setdefault(self.channel, self)
+            self.noted.add(node._sequence_nr())
             self.channel.has_noted = True
 
     def join(self, earlier: Recording) -> None:
@@ -276,6 +279,17 @@ class Recording:
         now = self.channel.parameters_now().items()
         self.names = {p: name for p, name in now if p not in left_out} | self.names
         return self.names
+
+
+def noted_among(nodes: Iterable[Any], channel: Channel) -> list[tuple[Any, Recording]]:
+    """The nodes among some at which a forward pass of an engine is noted, with the pass.
+
+    To ask a node for its notes makes room for them, which takes a hundred times as long as to ask
+    for its number.
+    """
+    noted = set[int]().union(*[recording.noted for recording in channel.recordings])
+    likely = [node for node in nodes if node._sequence_nr() in noted]
+    return [(node, of) for node in likely if (of := noted_at(node, channel)) is not None]
 
 
 def noted_at(node: Any, channel: Channel) -> Recording | None:

@@ -106,7 +106,7 @@ class Clipping(Hooked):
             total, form="auto", is_step=True, retain_graph=retain_graph, is_summed=False
         )
         if not retain_graph:
-            for recording in run.survey.recordings:
+            for recording in (*run.survey.recordings, *run.survey.passes):
                 recording.freed_by = "`engine.clip`"
         _check_run(run)
         names = run.names

@@ -27,6 +27,7 @@ from autogram._capture.distribution import is_distributed, refuse_pass, refuse_s
 from autogram._capture.forward.checkpoints import Checkpoints
 from autogram._capture.forward.session import Parameters, Session, hook_all
 from autogram._capture.from_graph.noting import NotingSession
+from autogram._capture.from_graph.tensor_hooks import note_hooks
 from autogram._capture.limit import limit_of_bytes
 from autogram._capture.recording import Channel
 from autogram._capture.samples.replays import Replays
@@ -69,6 +70,8 @@ class Hooked:
         self._channel = channel = Channel(parameters, parameters.left_out)
         channel.reads_graph &= is_alone  # other processes run the same recorded calls
         self._limit = limit_of_bytes(memory_limit_bytes)
+        if channel.reads_graph:
+            note_hooks()
         kind = NotingSession if channel.reads_graph else Session
         self._session = session = kind(channel, parameters, Checkpoints())
         self._devices = devices = Devices(self._limit)

@@ -128,7 +128,7 @@ class Step:
             )
         if not retain_graph and losses.numel():
             call = "`engine.backward`" if self.is_only else "`add` of `engine.accumulate`"
-            for recording in run.survey.recordings:
+            for recording in (*run.survey.recordings, *run.survey.passes):
                 recording.freed_by = call
         outside, names = run.survey.outside if losses.numel() else [], run.names
         if self._wrappers is not None:

@@ -1,4 +1,4 @@
-"""What is recorded, for tests of the folders beside this file."""
+"""What is recorded, or read from the graph, for tests of the folders beside this file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,20 +8,28 @@ from unittest import mock
 from torch import Tensor
 
 from autogram._capture.forward.tapping import Tapping
+from autogram._capture.from_graph.node_uses import NodeUse
+from autogram._capture.from_graph.use_plan import UsePlan
 from autogram._capture.uses import FallbackUse, Use
 
 
 @contextmanager
 def seen_uses() -> Iterator[list[Use]]:
-    """The uses that are recorded meanwhile."""
+    """The uses that are recorded meanwhile, or read from the graph."""
     seen: list[Use] = []
-    tap = Tapping.tap
+    tap, read = Tapping.tap, UsePlan.uses
 
     def tap_and_tell(use: Use, *rest: Any, **options: Any) -> Tensor:
         seen.append(use)
         return tap(use, *rest, **options)
 
-    with mock.patch.object(Tapping, "tap", staticmethod(tap_and_tell)):
+    def read_and_tell(*args: Any) -> list[tuple[NodeUse, int]]:
+        uses = read(*args)
+        seen.extend(use for use, _ in uses)
+        return uses
+
+    recorded = mock.patch.object(Tapping, "tap", staticmethod(tap_and_tell))
+    with recorded, mock.patch.object(UsePlan, "uses", read_and_tell):
         yield seen
 
 

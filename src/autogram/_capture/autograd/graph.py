@@ -38,7 +38,10 @@ def explaining_freed_graphs(start: Tensor | GradientEdge) -> Iterator[None]:
             ) from error
         if "after they have already been freed" not in str(error):
             raise
-        calls = {of.recording.freed_by for node in nodes_behind(start) for of in shown_by(node)}
+        nodes = [*nodes_behind(start)]
+        calls = {of.recording.freed_by for node in nodes for of in shown_by(node)}
+        notes = [note for node in nodes for note in node.metadata.values()]
+        calls.update([getattr(note, "freed_by", "") for note in notes])
         if call := "".join(sorted(calls)[-1:]):
             told = f"Pass `retain_graph=True` to the first call, {call}, which has freed it."
         else:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from autogram._capture.autograd.graph import explaining_freed_graphs
+from autogram._capture.autograd.graph import explaining_freed_graphs, nodes_behind
 from autogram._capture.autograd.nested import (
     is_watched,
     running_pass,
@@ -25,6 +25,7 @@ from autogram._capture.autograd.nested import (
     watch,
 )
 from autogram._capture.autograd.streams import Streams
+from autogram._capture.from_graph.tensor_hooks import retaining
 from autogram._capture.recording import Channel, Recording
 from autogram._undo import undone
 from autogram.errors import UnsupportedError, listed
@@ -93,7 +94,7 @@ class Pass:
     _has_nested: bool = False
     _kept: list[tuple[Any, Callable[[], tuple[Tensor, ...]], Tensor]] = field(default_factory=list)
     _reached: set[Recording] = field(default_factory=set)
-    _retained: list[tuple[Recording, Tensor, Tensor | None]] = field(default_factory=list)
+    _retained: list[tuple[Recording | None, Tensor, Tensor | None]] = field(default_factory=list)
     """Activations that retain their gradient, with their original gradients."""
     _streams: Streams | None = None
     """The streams of a pass with a receiver, unless everything is on the CPU."""
@@ -140,6 +141,10 @@ class Pass:
                 self._streams = Streams(devices)
         kept = [(r, reference()) for r in self.channel.recordings for reference in r.retained]
         self._retained = [(recording, x, x.grad) for recording, x in kept if x is not None]
+        if tensors := retaining():
+            starts = [x[0] if isinstance(x, list) else x for x, _, _ in outputs]
+            nodes = {*chain(*map(nodes_behind, starts))}
+            self._retained += [(None, x, x.grad) for x in tensors if x.grad_fn in nodes]
         with undone(self._undo):
             for output, cotangent, must_retain in outputs:
                 if isinstance(output, Tensor):
@@ -180,7 +185,7 @@ class Pass:
         self._error = None  # its traceback leads back to here
         self._put_back()
         for recording, tensor, gradient in self._retained:
-            if recording in self._reached:
+            if recording is None or recording in self._reached:
                 tensor.grad = gradient
 
     def reach(self, recording: Recording) -> bool:

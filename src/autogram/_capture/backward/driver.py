@@ -80,7 +80,7 @@ class Driver:
         self._is_repeatable = False
         self._refused = Latest[bytes, None]()  # structures of graphs with mixed samples
         self._is_short_of_memory = False  # whether all rows together were once too large
-        self._remembered = Remembered()
+        self._remembered = Remembered(devices.limit)
         self._schedule = Schedule(verify)
         self.summary = Summary(self.limit)  # of the last call
         self._summaries = Latest[Hashable, Summary](_MOST_SUMMARIES)  # by graph and parameters

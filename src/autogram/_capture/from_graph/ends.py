@@ -9,18 +9,20 @@ linear. What counts as mixed is exact in any case, and costs rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from autogram._capture.autograd.graph import nodes_from
 from autogram._capture.from_graph.views import is_of_view
+from autogram._capture.places.finding import refuse_nested
 from autogram._capture.places.inference import Arrival, Inference, are_mixed, in_order
 from autogram._capture.places.places import Places
 from autogram._capture.places.probe import Edge, Prober
 from autogram._capture.places.reading import reading
 from autogram._capture.places.transfers.step import Road
-from autogram._capture.recording import Channel, noted_at
+from autogram._capture.recording import Channel, noted_among
 
 
 class End(NamedTuple):
@@ -84,17 +86,21 @@ def ends_at_parameters(graph: Graph) -> list[End]:
     return graph.ends({*graph.order} - graph.plain)
 
 
-def ends_of_samples(graph: Graph, start: Places, channel: Channel) -> list[End]:
+def ends_of_samples(graph: Graph, start: Places, channel: Channel, most_rows: int) -> list[End]:
     """The ends of the samples' places, on the first road on which most nodes have them apart.
 
     Args:
         graph: The graph of the losses.
         start: The places of the losses.
         channel: Of the engine.
+        most_rows: How many elements the rows may have that are pulled back from what is computed
+            from parameters.
 
     Raises:
-        MetError: Samples meet before the result of a module.
+        MetError: Samples meet at a node, and rows would have more elements.
+        UnsupportedError: There is a nested tensor.
     """
+    refuse_nested(graph.nodes)
     most: set[Any] = set()
     prober = Prober(channel, graph.nodes)
     with reading(graph.nodes, channel) as reader:
@@ -108,36 +114,25 @@ def ends_of_samples(graph: Graph, start: Places, channel: Channel) -> list[End]:
             if there == graph.plain:
                 break
     mixed = {*graph.order} - most - graph.plain
-    if mixed and channel.has_noted:
-        _refuse_met(graph, most, mixed, channel)
+    for node in graph.order if mixed else ():
+        if node in most:
+            _refuse_large_rows(node, graph, mixed, channel, most_rows // prod(start.shape))
     return graph.ends(most)
 
 
-def _refuse_met(graph: Graph, apart: set[Any], mixed: set[Any], channel: Channel) -> None:
-    """Raises where samples meet at a node behind which there is the result of a module.
-
-    What is broadcast to all samples is not a sample's: the result of a module for positions, say.
-    """
-    for node in graph.order:
-        if node not in apart:
-            continue
-        results = [tuple(of.shape) for of in node._input_metadata]
-        edges = [Edge(*edge) for edge in node.next_functions if edge[0] in mixed]
-        behind = [edge.node for edge in edges if not _is_broadcast(edge.shape, results)]
-        if any(noted_at(x, channel) for x in nodes_from(behind, lambda x: x not in mixed)):
-            raise MetError(node)
-
-
-def _is_broadcast(given: tuple[int, ...], results: Sequence[tuple[int, ...]]) -> bool:
-    """Whether an input of a node has been broadcast to the shape of its only result."""
-    (first, *others), missing = results, len(results[0]) - len(given)
-    if others or missing < 0 or given == first:
-        return False
-    return all(n in (1, m) for n, m in zip(given, first[missing:], strict=True))
+def _refuse_large_rows(
+    node: Any, graph: Graph, mixed: set[Any], channel: Channel, most: int
+) -> None:
+    """Raises where rows would be pulled back, through a module's result, to large parameters."""
+    read = [child for child, _ in node.next_functions if child in mixed]
+    behind = [*nodes_from(read)]
+    elements = sum([x.variable.numel() for x in behind if x in graph.leaves])
+    if elements > most and noted_among(behind, channel):
+        raise MetError(node)
 
 
 class MetError(Exception):
-    """Samples meet at a node, before they reach the result of a module."""
+    """Samples meet at a node, before they reach a module with large parameters."""
 
     def __init__(self, node: Any) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from autogram._blocks import Region
 from autogram._capture.autograd.graph import kind_of_node, nodes_from, nodes_leading_to
 from autogram._capture.from_graph.ends import End, Graph
 from autogram._capture.from_graph.node_uses import NodeUse, RecipeUse, RowsUse
+from autogram._capture.from_graph.tensor_hooks import are_hooked
 from autogram._capture.from_graph.views import viewed
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked, real_shape, track_parameter
@@ -43,7 +44,8 @@ class _Target:
             whole = track_parameter(parameter)
             if not self.chain:
                 return whole
-            region = self._region(parameter, whole, nodes)
+            views = [nodes[number] for number, _ in self.chain]
+            region = None if are_hooked(views) else self._region(parameter, whole, nodes)
             if region is not None:
                 of, device = parameter.dtype, parameter.device
                 place = whole.region

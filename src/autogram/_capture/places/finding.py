@@ -115,13 +115,7 @@ def infer(
     Raises:
         UnsupportedError: There is a nested tensor, whose shape does not tell the samples.
     """
-    results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
-    if any(of.is_nested_tensor for of in results):
-        raise UnsupportedError(
-            "The graph of the losses contains a nested tensor, and no node shows where the "
-            "samples are in it. Pad the samples to one size, or pass `batch_dim=None` (exact, "
-            "slower)."
-        )
+    refuse_nested(nodes)
     order = in_order(root.node, nodes, [*[edge.node for edge in edges], *inside])
     wanted = {*order}
     prober = Prober(channel, nodes)
@@ -161,6 +155,17 @@ def infer(
         numbers[mixing],
     )
     return finding, in_graph
+
+
+def refuse_nested(nodes: Sequence[Any]) -> None:
+    """Refuses a graph with a nested tensor, whose shape tells nothing."""
+    results = [of for node in nodes for of in getattr(node, "_input_metadata", ())]
+    if any(of.is_nested_tensor for of in results):
+        raise UnsupportedError(
+            "The graph of the losses contains a nested tensor, and no node shows where the "
+            "samples are in it. Pad the samples to one size, or pass `batch_dim=None` (exact, "
+            "slower)."
+        )
 
 
 def _mixing(inference: Inference, root: Edge, nodes: Sequence[Any], edges: Sequence[Edge]) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from autogram._blocks import Folded, Placement
+from autogram._blocks import Folded, Limit, Placement
 from autogram._capture.samples.inferred import Inferred, Layouts
 from autogram._capture.samples.layouts import mixed_samples
 from autogram._capture.samples.objectives import Objectives
@@ -24,6 +24,8 @@ class Remembered:
     It holds no tensor of a pass but copies of values that decide.
     """
 
+    limit: Limit
+    """How large one intermediate result may be."""
     inferred: Latest[bytes, Inferred] = field(default_factory=Latest)
     refusals: Latest[bytes, str] = field(default_factory=Latest)
     """Why samples count as mixed."""
@@ -105,7 +107,9 @@ class CallLayouts:
         """Finds the layouts by a look at the whole graph."""
         self._refuse_capture()
         self._remembered.inferred.pop(self._survey.key, None)
-        inferred, self._by_use = Inferred.of(self._survey, self._objectives)
+        inferred, self._by_use = Inferred.of(
+            self._survey, self._objectives, self._remembered.limit.elements
+        )
         self._remembered.inferred[self._survey.key] = inferred
 
     def holds(self) -> bool:

@@ -43,8 +43,10 @@ class Inferred:
     """How uses are read, if they are read from the graph."""
 
     @classmethod
-    def of(cls, survey: Survey, objectives: Objectives) -> tuple[Inferred, Layouts]:
+    def of(cls, survey: Survey, objectives: Objectives, most_rows: int) -> tuple[Inferred, Layouts]:
         """By a look at the whole graph, with the layouts there.
+
+        Where uses are read from the graph, rows that are pulled back have ``most_rows`` elements.
 
         Raises:
             MixedSamplesError: Samples meet before they reach a use, or it is not known whether they
@@ -57,7 +59,7 @@ class Inferred:
         plan = None
         if survey.channel.reads_graph:
             try:
-                ends = ends_of_samples(survey.graph, start, survey.channel)
+                ends = ends_of_samples(survey.graph, start, survey.channel, most_rows)
             except MetError as met:
                 survey.read_at(ends_at_parameters(survey.graph))
                 raise _met_at(met.node, next(iter(survey.uses)), survey) from None

@@ -30,7 +30,7 @@ from autogram._capture.autograd.slices import CHANGE
 from autogram._capture.from_graph.ends import End, Graph
 from autogram._capture.from_graph.node_uses import NodeUse
 from autogram._capture.from_graph.use_plan import UsePlan
-from autogram._capture.recording import Channel, Recording, noted_at
+from autogram._capture.recording import Channel, Recording, noted_among
 from autogram._capture.samples.tail import TailUse, uses_in_tail
 from autogram._capture.uses import Use
 from autogram.errors import UnsupportedError, listed
@@ -70,7 +70,7 @@ class Survey:
         self.leaves = [*self.leaves_of_tail, *self._follow(behind_taps, behind_taps)]
         self.recordings = [*{use.recording: None for use in self.uses}]
         tail = self.nodes[: self._end_of_tail] if self.leaves_of_tail and channel.has_noted else ()
-        self._noted = [(x, of) for x in tail if (of := noted_at(x, channel)) is not None]
+        self._noted = noted_among(tail, channel)
         passes = [*self.recordings, *[recording for _, recording in self._noted]]
         # Forward passes of the taps, and those whose results the losses read past every tap.
         self.passes = [*{of: None for each in passes for of in (each, *each.earlier)}]
@@ -144,6 +144,7 @@ class Survey:
         names = {p: self.names[p] for p in self.inside}
         numbered = plan.uses(self.nodes, self.channel, names)
         self.node_uses, self.last_nodes = [use for use, _ in numbered], plan.last
+        self.enclosing = []  # it is not asked what happens inside of a node
         self.uses = dict[Use, int](numbered)
 
     def _find_left_out(self) -> dict[Tensor, str]:

@@ -31,7 +31,8 @@ def described(graph: Graph, ends: list[End]) -> list[tuple[str, int]]:
 def found(losses: Tensor, model: nn.Module) -> list[tuple[str, int]]:
     """The ends of the samples of some losses."""
     graph = graph_of(losses, model)
-    return described(graph, ends_of_samples(graph, Places.along(losses.shape, 0), Channel()))
+    start = Places.along(losses.shape, 0)
+    return described(graph, ends_of_samples(graph, start, Channel(), 10**6))
 
 
 def test_parameters_of_layers() -> None:
@@ -77,7 +78,7 @@ def test_values_that_keep_samples_apart() -> None:
 
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.Softmax])
 def test_samples_that_meet(kind: type[nn.Module]) -> None:
-    """Where no module was noted, places end at the node that mixes them; else it is named."""
+    """Places end at the node that mixes them, which is named where rows would be large."""
     norm = nn.BatchNorm1d(4) if kind is nn.BatchNorm1d else nn.Softmax(0)
     model = nn.Sequential(nn.Linear(3, 4, bias=False), norm)
     losses = model(batch(5, 3)).square().sum(1)
@@ -89,7 +90,9 @@ def test_samples_that_meet(kind: type[nn.Module]) -> None:
     hidden = model[0](batch(5, 3))
     recording.note_at(hidden)
     losses = norm(hidden).square().sum(1)
-    graph = graph_of(losses, model)
+    graph, start = graph_of(losses, model), Places.along(losses.shape, 0)
+    elements = 5 * 12  # of the rows of the weight
+    assert ends_of_samples(graph, start, channel, elements)
     with pytest.raises(MetError) as met:
-        ends_of_samples(graph, Places.along(losses.shape, 0), channel)
+        ends_of_samples(graph, start, channel, elements - 1)
     assert met.value.node.name() == mixing

@@ -192,6 +192,54 @@ def test_hooks_on_what_is_computed_from_a_parameter() -> None:
         assert_steps_are_exact(lambda: model(x).square().sum(1), model, engine=engine)
 
 
+@pytest.mark.parametrize("view", ["t", "slice", "slice of a view"])
+def test_hooks_on_views_of_a_parameter(view: str) -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.is_hooked = nn.Parameter(batch(4, 4)), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            whole = self.weight
+            weight = {"t": whole.t(), "slice": whole[:, 1:3]}.get(view, whole.view(2, 8)[:, 4:])
+            if self.is_hooked:
+                weight.register_hook(lambda g: -2 * g)
+            return x[:, : len(weight)] @ weight
+
+    model, x = Viewed(), batch(3, 4)
+    engine = Engine(model)
+    for is_hooked in (False, True, False):
+        model.is_hooked = is_hooked
+        assert_steps_are_exact(lambda: model(x).square().sum(1), model, engine=engine)
+
+
+@pytest.mark.parametrize("count", [1, 3], ids=["one loss a sample", "several"])
+def test_retained_gradients_are_the_users_own(count: int) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, count)), batch(4, 3)
+    engine = Engine(model, batch_dim=0)
+
+    def losses_of(hidden: Tensor) -> Tensor:
+        return model[1:](hidden).sin().squeeze(1)
+
+    for _ in range(2):
+        kept: list[Tensor] = []
+
+        def keep(_: Any, __: Any, output: Tensor, kept: list[Tensor] = kept) -> None:
+            output.retain_grad()
+            kept.append(output)
+
+        handle = model[0].register_forward_hook(keep)
+        losses = losses_of(model[0](x))
+        handle.remove()
+        engine.compute_gramian(losses)
+        (hidden,) = kept
+        assert hidden.grad is None
+        losses.sum().backward(retain_graph=True)
+        found, hidden.grad = hidden.grad, None
+        (expected,) = torch.autograd.grad(losses.sum(), hidden)
+        torch.testing.assert_close(found, expected)
+
+
 def test_recurrent_layers() -> None:
     layers = nn.ModuleList([nn.LSTM(3, 4, 2, bidirectional=True), nn.GRU(8, 3), nn.RNN(3, 2)])
     x = batch(5, 4, 3)

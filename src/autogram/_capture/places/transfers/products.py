@@ -35,7 +35,7 @@ def _contracted(dim: int, factor: str = "") -> Transfer:
         other = None
         if step.is_voting and factor:
             other = (step.saved if places.varies(axis) else step.constant)(factor)
-        if other is not None:
+        if other is not None and other.layout == torch.strided:
             # Of y = A B: dB[j, k] = sum_i A[i, j] g[i, k], and dA[i, j] = sum_k g[i, k] B[j, k].
             samples = places.grid()
             if dim == -2:
