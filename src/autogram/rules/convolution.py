@@ -99,14 +99,14 @@ class Convolution(NamedTuple):
         """The sizes from a call's arguments."""
         shape = tuple(weight.shape)
         n = len(shape) - 2
-        dilations = _per_dimension(dilation, n)
+        dilations = per_dimension(dilation, n)
         if padding == "same":
             # Like torch: where the sum is odd, the additional zero comes last.
             totals = [d * (size - 1) for d, size in zip(dilations, shape[2:], strict=True)]
         else:
-            totals = [2 * p for p in _per_dimension(0 if isinstance(padding, str) else padding, n)]
+            totals = [2 * p for p in per_dimension(0 if isinstance(padding, str) else padding, n)]
         pads = tuple([(total // 2, total - total // 2) for total in totals])
-        return cls(shape, _per_dimension(stride, n), pads, dilations, groups)
+        return cls(shape, per_dimension(stride, n), pads, dilations, groups)
 
     def blocks(self, layout: Layout | None, cotangent: Tensor, input: Tensor) -> tuple[Block]:
         """The block of the kernel: cotangents times patches of the input."""
@@ -194,6 +194,6 @@ class Convolution(NamedTuple):
         return gradient
 
 
-def _per_dimension(sizes: PerDimension, n: int) -> tuple[int, ...]:
+def per_dimension(sizes: PerDimension, n: int) -> tuple[int, ...]:
     values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
     return values * n if len(values) == 1 else values

@@ -120,6 +120,7 @@ def conv(dims: int, *shape: int, transposed: bool = False, **options: Any) -> tu
 CONVOLUTIONS = {
     "1d": partial(conv, 1, 4, 3, 3),
     "2d strided": partial(conv, 2, 4, 3, 3, 2, stride=(2, 1), padding=(1, 0)),
+    "2d, one stride": partial(conv, 2, 4, 3, 3, 2, stride=[2], padding=[1], dilation=[1]),
     "2d dilated": partial(conv, 2, 4, 3, 3, 2, dilation=2),
     "2d grouped": partial(conv, 2, 4, 3, 3, 2, groups=2),
     "depthwise": partial(conv, 2, 4, 1, 3, 3, groups=4, padding=1),
