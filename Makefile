@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 SOURCES := src tests demo examples docs
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types unit slow kernels pretended programs unordered graph compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
+.PHONY: help demo test lint types unit slow nightly kernels pretended programs unordered graph compiled test-oldest test-newest coverage fuzz hunt batching speed docs models examples release format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -46,7 +46,11 @@ unit: $(VENV)/.test  ## Run the unit tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 slow: $(VENV)/.test  ## Run the unit tests that are slow: models compiled by inductor, processes
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m slow $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m "slow and not nightly" \
+		$(PYTEST_ARGS)
+
+nightly: $(VENV)/.test  ## Run slow tests that show everywhere what others show at some places
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(JOBS) --dist worksteal -m nightly $(PYTEST_ARGS)
 
 # The plain kernels of PyTorch, and last bits that depend on how operands are arranged in memory.
 KERNELS := precision rules losses _capture/forward _blocks/programs

@@ -66,7 +66,9 @@ def read_inside() -> Iterator[list[Tracked]]:
         yield found
 
 
-@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize(
+    "inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [*((name, None) for name in SPREADS), *((x, True) for x in ("expand", "tile", "positions"))],

@@ -158,6 +158,7 @@ def test_at_each_place_where_state_is_changed(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_new", [False, True], ids=["later call", "first call"])
 @pytest.mark.parametrize("name", CALLS)
 def test_anywhere(name: str, is_new: bool) -> None:

@@ -217,6 +217,7 @@ def test_at_some_allocations_of_a_later_step(name: str, way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @EACH
 @EACH_MODEL
 def test_at_each_allocation_of_a_later_step(name: str, way: str) -> None:

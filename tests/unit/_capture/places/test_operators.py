@@ -44,6 +44,7 @@ def test_samples_are_where_nodes_take_them(share: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("road", [Road.STRUCTURE, Road.EXACT, Road.CONSTANTS, Road.DERIVATIVES])
 @pytest.mark.parametrize("share", range(SHARES))
 def test_samples_are_where_nodes_take_them_for_many_inputs(share: int, road: Road) -> None:
