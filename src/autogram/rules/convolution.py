@@ -195,5 +195,6 @@ class Convolution(NamedTuple):
 
 
 def per_dimension(sizes: PerDimension, n: int) -> tuple[int, ...]:
+    """A size for each of n dimensions, where one may stand for all."""
     values = tuple(sizes) if isinstance(sizes, Iterable) else (sizes,)
     return values * n if len(values) == 1 else values

@@ -87,7 +87,9 @@ def test_a_parameter_on_meta_that_no_loss_reaches(name: str) -> None:
     [UPGrad(), PCGrad(), GradVac(), ConflictMonitor().observe, cosines, by_cluster, plot_norms],
 )
 def test_gramians_without_values(read: Callable[[Any], Any]) -> None:
-    with pytest.raises(InvalidOperandError, match=r"Gramian is on the device `meta`.*Pass one"):
+    with pytest.raises(
+        InvalidOperandError, match=r"Gramian is on the device `meta`.*Pass a result"
+    ):
         read(torch.eye(3, device="meta"))
     with pytest.raises(InvalidOperandError, match=r"Gramian is a fake tensor.*no values"):
         read(FakeTensorMode().from_tensor(torch.eye(3)))

@@ -133,7 +133,9 @@ def test_the_message_names_objectives() -> None:
     engine.backward(per_sample(model(batch(6, 3))), lambda gramian: gramian.diagonal())
     model.zero_grad()
     factors = torch.tensor([1, 1, torch.nan, 1, torch.inf, 1])
-    with pytest.raises(NonFiniteError, match=r"Gramian .*of the objectives 2, 4: .*these losses"):
+    with pytest.raises(
+        NonFiniteError, match=r"Gramian, in the rows of the objectives 2, 4: .*these losses"
+    ):
         engine.backward(per_sample(model(batch(6, 3))) * factors, lambda gramian: gramian.mean(1))
     with pytest.raises(
         NonFiniteError, match=r"weights of the objectives 5 are .* Gramian is finite.*weighting"

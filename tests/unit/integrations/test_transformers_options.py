@@ -303,8 +303,8 @@ def test_overrides_whose_loss_would_not_be_weighted_are_refused(tmp_path: Path) 
 
 def test_a_loss_of_ones_own_has_one_number(tmp_path: Path) -> None:
     kwargs = {"train_dataset": texts(4), "weighting": mean}
-    results = {r"returns \(1, 3\) in place": lambda output, *_, **__: output.logits}
-    results["returns float in place"] = lambda *_, **__: 1.0
+    results = {r"returns \(1, 3\) instead": lambda output, *_, **__: output.logits}
+    results["returns float instead"] = lambda *_, **__: 1.0
     for match, function in results.items():
         trainer = JacobianTrainer(
             classifier(), arguments(tmp_path), compute_loss_func=function, **kwargs
@@ -333,7 +333,7 @@ def test_a_model_with_another_loss_is_refused(tmp_path: Path) -> None:
 def test_labels_that_nothing_can_smooth(tmp_path: Path) -> None:
     options = arguments(tmp_path, label_smoothing_factor=0.1)
     trainer = JacobianTrainer(classifier(1), options, train_dataset=numbers(4), weighting=mean)
-    with pytest.raises(InvalidLossesError, match=r"`label_smoothing_factor` is 0.1. Return losses"):
+    with pytest.raises(InvalidLossesError, match=r"`label_smoothing_factor` is 0.1. Override"):
         trainer.train()
 
 

@@ -186,9 +186,7 @@ def test_names_are_no_groups(model: nn.Module, by) -> None:
 
 def test_an_optimizer_is_no_group(model: nn.Module) -> None:
     jacobian, _ = make(model)
-    with pytest.raises(
-        InvalidOperandError, match=r"those of `SGD`\. Pass `optimizer\.param_groups`"
-    ):
+    with pytest.raises(InvalidOperandError, match=r"a `SGD`\. Pass `optimizer\.param_groups`"):
         jacobian.block_gramians(torch.optim.SGD(model.parameters(), lr=1.0))
 
 

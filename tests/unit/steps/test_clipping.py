@@ -228,7 +228,7 @@ def test_the_samples_lie_in_another_dimension() -> None:
     assert engine.clip(losses.unsqueeze(0), 1.0).shape == (4,)
 
 
-@pytest.mark.filterwarnings("ignore:The losses are one number")
+@pytest.mark.filterwarnings("ignore::autogram.CoupledObjectivesWarning")
 def test_a_loss_of_the_whole_batch() -> None:
     model = mlp()
     with refused(model, InvalidLossesError, r"one number.*Keep one loss for each sample"):

@@ -18,7 +18,7 @@ from autogram._capture.places.probe import Prober
 from autogram._capture.uses import Contribution, FallbackUse, RuleUse
 from autogram._undo import undone
 from autogram.errors import UnsupportedError
-from autogram.rules.nodes import read_fields
+from autogram.rules._nodes import read_fields
 
 
 class _FailedError(RuntimeError):

@@ -18,7 +18,7 @@ from autogram._capture.from_graph.views import viewed
 from autogram._capture.recording import Channel, Recording
 from autogram._capture.tracked import Tracked, real_shape, track_parameter
 from autogram._capture.uses import KeptRecipe
-from autogram.rules.nodes import NodeRecipe, joint_recipe, node_recipe, node_rule
+from autogram.rules._nodes import NodeRecipe, joint_recipe, node_recipe, node_rule
 
 _NodeResult = tuple[Any, int]
 

@@ -400,7 +400,7 @@ def test_rows_of_the_losses_are_of_some_parameters(model: str, names: list[str])
     engine = Engine(network, verify="always")
     with pytest.warns(UnseenUseWarning) as told:
         assert_step(engine, network, slopes(network, torch.rand(4, 2)))
-    text = re.search(r"in the losses, (.*?)[.;]? (To|in)", str(told[0].message))
+    text = re.search(r"in the losses, (.*?)[.;] (Calls|in)", str(told[0].message))
     assert text is not None
     assert re.findall(r"`(.*?)`", text[1]) == names
     for samples in (3, 4):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autogram.rules.nodes import node_recipe
-from tests.unit.rules.nodes.comparing import compared, inputs_of, nodes_behind, operation_of
+from autogram.rules._nodes import node_recipe
+from tests.unit.rules._nodes.comparing import compared, inputs_of, nodes_behind, operation_of
 
 pytestmark = pytest.mark.cpu
 WEIGHTS = [1, 2, 3, 4]

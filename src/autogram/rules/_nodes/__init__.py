@@ -1,6 +1,6 @@
 """Rules for kinds of nodes of autograd's graph, one file per family, listed here."""
 
-from autogram.rules.nodes import (  # noqa: F401 - importing a file registers its rules
+from autogram.rules._nodes import (  # noqa: F401 - importing a file registers its rules
     convolution,
     elementwise,
     normalization,
@@ -10,7 +10,7 @@ from autogram.rules.nodes import (  # noqa: F401 - importing a file registers it
     solving,
     tables,
 )
-from autogram.rules.nodes.registry import (
+from autogram.rules._nodes.registry import (
     NodeInput,
     NodeRecipe,
     NodeRule,

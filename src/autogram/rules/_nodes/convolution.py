@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules._recipe import Formula, formula_of, positions
 from autogram.rules.convolution import Convolution, per_dimension
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 
 
 @of_nodes("Convolution", "ConvolutionOverrideable")

@@ -8,9 +8,9 @@ from itertools import islice
 from torch import Tensor
 
 from autogram._blocks import Block, Layout
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules._recipe import Formula
 from autogram.rules._recurrence import Cell, gru_cell, lstm_cell, relu_cell, tanh_cell
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules.recurrent import Replay
 
 # By PyTorch's mode number: the cell, and the fields of the states that a node saves.

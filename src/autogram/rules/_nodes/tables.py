@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Layout, Lookup
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules._recipe import Formula, positions, read_rows
 from autogram.rules.embedding import check_table, in_bags, read_bags, weighted_reads
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 
 _SUM, _MEAN = range(2)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, addend_at, of_nodes
 from autogram.rules._recipe import POSITIONS, Formula, formula_of
 from autogram.rules.linear import blocks_of_stack
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, addend_at, of_nodes
 
 # By operation: for each input, the einsum of the cotangent and the saved tensor, and its field.
 # A first `None` marks operations that add a product, times alpha, to an input, times beta.

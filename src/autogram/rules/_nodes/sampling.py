@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules._recipe import Formula
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules.sampling import blocks_of_images
 
 

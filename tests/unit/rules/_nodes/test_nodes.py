@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autogram import RuleError, UnsupportedError
-from autogram.rules.nodes import (
+from autogram.rules._nodes import (
     joint_recipe,
     node_recipe,
     of_nodes,
@@ -18,7 +18,7 @@ from autogram.rules.nodes import (
     registered_operations,
 )
 from tests.unit._blocks.rows import layouts_of, rows_of
-from tests.unit.rules.nodes.comparing import (
+from tests.unit.rules._nodes.comparing import (
     compared,
     inputs_of,
     nodes_behind,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from autogram.rules.nodes import node_recipe
+from autogram.rules._nodes import node_recipe
 from tests.unit._blocks.rows import Routed
-from tests.unit.rules.nodes.comparing import compared
+from tests.unit.rules._nodes.comparing import compared
 
 
 def parameter(*shape: int) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Layout
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, addend_at, of_nodes
 from autogram.rules._recipe import (
     Formula,
     Prepare,
@@ -20,7 +21,6 @@ from autogram.rules._recipe import (
     sum_equation,
 )
 from autogram.rules.elementwise import by_denominator, by_numerator, negative_part
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, addend_at, of_nodes
 
 
 @of_nodes("Add", "Sub", holds_for_complex=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules._recipe import Prepare, formula_of, positions, promoted
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules.solving import differences, triangle_of
 
 

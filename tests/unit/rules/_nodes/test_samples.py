@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autogram.rules.nodes import registered_operations
+from autogram.rules._nodes import registered_operations
 from tests.hunt.samples import operators, samples_of, set_rng_seed
-from tests.unit.rules.nodes.comparing import compared, inputs_of, nodes_behind, operation_of
+from tests.unit.rules._nodes.comparing import compared, inputs_of, nodes_behind, operation_of
 
 MOST_SAMPLES = 12
 FEWEST = 4  # comparisons of one kind of node

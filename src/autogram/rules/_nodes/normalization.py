@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autogram._blocks import Block, Layout
+from autogram.rules._nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules._recipe import Formula, formula_of, positions, promoted
-from autogram.rules.nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules.normalization import blocks_by_group, by_batch, standardize, weight_formula
 
 _SAVED = ("input", "result1", "result2")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autogram.rules import Formula
-from autogram.rules.nodes import node_recipe, read_fields
+from autogram.rules._nodes import node_recipe, read_fields
 from tests.unit._blocks.rows import Layout, layouts_of, of_each_sample, rows_of
 
 OBJECTIVES = 2
