@@ -138,6 +138,7 @@ def test_rows_that_are_larger_than_factors(monkeypatch: pytest.MonkeyPatch, room
         assert step == 0 or kept == [larger] * room + [0] * (3 - room)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "inner"),
     [
@@ -195,6 +196,7 @@ class Hypotenuse(nn.Module):
         return torch.hypot(x, self.other)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::autogram.CompiledPartWarning")
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("has_rules", [True, False])

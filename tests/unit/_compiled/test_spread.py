@@ -137,6 +137,7 @@ def test_sizes_that_happen_to_be_equal(inner: str) -> None:
     assert len(parts) == 3  # with the guess, without, and for other sizes
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("inner", INNER)
 def test_open_sizes_that_happen_to_be_equal(inner: str) -> None:
     """The number of samples and the length are one symbol, as they are equal at first."""

@@ -34,6 +34,7 @@ _NAMES = [x for x in SPECIMENS if INNER != "inductor" or SPECIMENS[x] in _DOZEN]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", _NAMES)
 def test_gramian(name: str) -> None:
