@@ -56,8 +56,8 @@ nightly: $(VENV)/.test  ## Run slow tests that show everywhere what others show 
 KERNELS := precision rules losses _capture/forward _blocks/programs
 kernels: $(VENV)/.test  ## Run the tests that compare bits, with kernels as on other processors
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.arranged \
-		--numprocesses $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS) \
-		$(addprefix tests/unit/,$(KERNELS))
+		--numprocesses $(JOBS) --dist worksteal -m "not slow" --ignore tests/unit/rules/_nodes \
+		$(PYTEST_ARGS) $(addprefix tests/unit/,$(KERNELS))
 
 pretended: build/pretended.so  ## Run the unit tests on a CUDA device that is pretended, without a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.pretended --numprocesses $(JOBS) \

@@ -171,8 +171,12 @@ def _kept_by_group_norm(result: Tensor) -> tuple[Tensor, ...] | None:
     if type(node).__name__ != "NativeGroupNormBackward0":
         return None
     kept: tuple[Tensor, ...] = node._saved_input, node._saved_result1, node._saved_result2
-    has_digits = all(x.dtype in (torch.float32, torch.float64) for x in kept[1:])
-    return kept if has_digits else None
+    return kept if have_digits(*kept[1:]) else None
+
+
+def have_digits(*statistics: Tensor) -> bool:
+    """Whether saved statistics are precise enough for rows."""
+    return all(x.dtype in (torch.float32, torch.float64) for x in statistics)
 
 
 def blocks_by_group(
@@ -191,6 +195,8 @@ def blocks_by_group(
     PyTorch's kernel for ``dw = (sum g x - mean sum g) / deviation`` and ``dc = sum g`` reads the
     cotangent g and the input x once, and does not compute x^.
     """
+    if not have_digits(*statistics):
+        statistics = ()
     cotangent, input = promoted(cotangent, input)
     is_plain = layout is not None and not (layout.dim or layout.has_before or layout.has_after)
     if is_plain and input.is_contiguous() and cotangent.is_contiguous() and input.numel():

@@ -138,20 +138,19 @@ def vjps_of_node(
     output: GradientEdge,
     inputs: Sequence[GradientEdge],
     cotangents: Tensor,
-    before: Callable[[], None] = lambda: None,
+    carry_out: Callable[[Sequence[Tensor | None]], Any] | None = None,
 ) -> list[Tensor | None]:
-    """The same for one result of a single node, which must not be a custom autograd Function's.
+    """The same for one result of a single node, which leads directly to the inputs.
 
-    The node leads directly to the inputs. ``before`` is called before each call of the
-    node.
+    ``carry_out`` takes a cotangent for each result and returns a gradient for each input. By
+    default, the node is called, which must not be that of a custom autograd Function.
     """
     node: Any = output.node
     count = len(node._input_metadata)
 
     def vjp(cotangent: Tensor) -> dict[int, Tensor]:
         cotangents = [cotangent if i == output.output_nr else None for i in range(count)]
-        before()
-        gradients = node(*cotangents)
+        gradients = node(*cotangents) if carry_out is None else carry_out(cotangents)
         gradients = gradients if isinstance(gradients, tuple) else (gradients,)
         totals: dict[int, Tensor] = {}
         for gradient, edge in zip(gradients, node.next_functions, strict=True):

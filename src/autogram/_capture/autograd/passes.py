@@ -249,13 +249,11 @@ class Pass:
         for use, saved, cotangent in kept:
             self.receiver(use, saved(), cotangent)
 
-    def end_showing(self) -> None:
-        """Raises the error of a call that was made after the pass, and shows what was kept."""
+    def raise_error(self) -> None:
+        """Raises the error of a call that was made after the pass, if there is one."""
         error, self._error = self._error, None
         if error is not None:
             raise error
-        if self._kept and self.hidden is None:
-            self.show_kept()
 
     def note_nested(self, changing: Sequence[Tensor]) -> None:
         """Sets aside the gradients to which a pass that begins inside this one may add."""

@@ -110,9 +110,8 @@ def ends_of_samples(graph: Graph, start: Places, channel: Channel, most_rows: in
             apart = _apart(graph, inference)
             if len(apart) > len(most):
                 most = apart
-            there = {*graph.order} - apart
-            if there == graph.plain:
-                break
+            if {*graph.order} - apart == graph.plain:
+                break  # places end at parameters alone
     mixed = {*graph.order} - most - graph.plain
     for node in graph.order if mixed else ():
         if node in most:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,21 +23,20 @@ class NotingSession(Session):
     _recording: Recording | None = None
     _are_given: tuple[bool, ...] = ()
     """For each module that was entered: whether it was given tensors that are no parameters."""
-    _outer: FrameType | None = None
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enters a module."""
-        del module
-        if self._recording is not None and self._is_abandoned():
+        may_be_new = module is self._outermost or id(module) in self._root_ids
+        if self._recording is not None and may_be_new and self._was_abandoned():
             self.close()
         if self._recording is None:
             if not torch.is_grad_enabled() or self._is_paused:
                 return
             self._recording = self._channel.begin()
             note_wrapper(self._recording)
-            self._outer = sys._getframe(1)
-        given = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        self._are_given += (any(x not in self._recording.names for x in given),)
+            self._outermost, self._frame = module, sys._getframe(1)
+        tensors = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self._are_given += (any(x not in self._recording.names for x in tensors),)
 
     def end(self, module: nn.Module, output: Any) -> None:
         """Leaves a module, also if its forward raised."""
@@ -54,11 +52,5 @@ class NotingSession(Session):
 
     def close(self) -> None:
         """Ends the forward pass, if one is open in this thread."""
-        self._recording, self._are_given, self._outer = None, (), None
-
-    def _is_abandoned(self) -> bool:
-        """Whether the call that began the pass has ended without leaving, as by an interrupt."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._outer:
-            frame = frame.f_back
-        return frame is None
+        super().close()
+        self._recording, self._are_given = None, ()

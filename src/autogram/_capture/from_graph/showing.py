@@ -44,7 +44,12 @@ class Showing:
         for use in survey.node_uses:
             self._by_node.setdefault(use.edge.node, []).append(use)
         self._last = [survey.nodes[number] for number in survey.last_nodes]
-        self._parts = {node: of for node in self._by_node if (of := checkpointed_parts([node]))}
+        self._parts: dict[
+            Any, dict[Any, None]
+        ] = {}  # of checkpoints, by the nodes that are in some
+        if checkpointed_parts(self._by_node):
+            parts = {node: checkpointed_parts([node]) for node in self._by_node}
+            self._parts = {node: of for node, of in parts.items() if of}
         self._early = self._find_early(survey.nodes) if self._parts else {}
 
     def _find_early(self, nodes: Sequence[Any]) -> dict[Any, list[Any]]:
@@ -54,15 +59,11 @@ class Showing:
         not is read then, so that it need not run once more.
         """
         early: dict[Any, list[Any]] = {}
-        parts = {part: node for node in self._last for part in self._parts.get(node, ())}
-        if not parts:
-            return early
         carried_out = nodes_leading_to(self._last, nodes) - {*self._last}
         by_part = {part: node for node in carried_out for part in checkpointed_parts([node])}
         for node in self._last:
-            for part in self._parts.get(node, ()):
-                if part in by_part:
-                    early.setdefault(by_part[part], []).append(node)
+            for part in self._parts.get(node, {}).keys() & by_part.keys():
+                early.setdefault(by_part[part], []).append(node)
         return early
 
     def differentiate(
@@ -107,7 +108,7 @@ class Showing:
             again.release()
         for node in self._last:
             self._show(current, node, by_node[node], lent.pop(node, None))
-        current.end_showing()
+        current.raise_error()
 
     def _show(
         self, current: Pass, node: Any, cotangents: Mapping[int, Tensor | None], lent: Lent | None

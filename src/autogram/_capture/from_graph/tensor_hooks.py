@@ -15,7 +15,7 @@ _KEY = "autogram: a hook is on a tensor"  # in the dict that a node keeps for it
 _RETAINING = WeakIdKeyDictionary()
 """The tensors that keep their gradient."""
 _LOCK = threading.Lock()
-_noted: list[bool] = []  # not empty once there was a hook
+_IS_NOTED = threading.Event()  # set once there was a hook
 
 
 def note_hooks() -> None:
@@ -29,7 +29,7 @@ def note_hooks() -> None:
 
 def are_hooked(nodes: Iterable[Any]) -> bool:
     """Whether a hook was set on a result of some nodes."""
-    return bool(_noted) and any(_KEY in node.metadata for node in nodes)
+    return _IS_NOTED.is_set() and any(_KEY in node.metadata for node in nodes)
 
 
 def retaining() -> list[Tensor]:
@@ -54,7 +54,7 @@ def _note_hook(tensor: Tensor) -> None:
     node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[_KEY] = True
-        _noted[:] = [True]
+        _IS_NOTED.set()
 
 
 def _note_retaining(tensor: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""How the uses of graphs of one key are read: once they were found, little is asked of a graph."""
+"""Plans: how the uses of all graphs of one key are read, so that little is asked of the next."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,10 +62,9 @@ class _Target:
             return None
         if whole.region not in self.regions:
             view = viewed(parameter, [(nodes[number], result) for number, result in self.chain])
-            is_own = view is not None and view.data_ptr() - parameter.data_ptr() == (
-                view.storage_offset() - parameter.storage_offset()
-            ) * (parameter.element_size())
-            region = Region.of(view) if view is not None and is_own else None
+            region = (
+                None if view is None or _memory(view) != _memory(parameter) else Region.of(view)
+            )
             self.regions[whole.region] = region if region and region.is_injective else None
         return self.regions[whole.region]
 
@@ -86,19 +85,15 @@ class _ResultPlan:
     def of(cls, node: Any, number: int, result: int, targets: Mapping[int, int]) -> _ResultPlan:
         """The plan for a result, by the number of the target at each position of an end."""
         operation = kind_of_node(node.__class__).operation
-        positions, recipes = tuple(sorted(targets)), []
-        joint = joint_recipe(operation, node, positions, result) if operation else None
-        by_rows: dict[int, None] = {}
-        if joint is not None:
-            recipes.append((tuple([targets[position] for position in positions]), joint))
-        else:
-            found = [
-                (targets[x], node_recipe(operation, node, x, result) if operation else None)
-                for x in positions
-            ]
-            by_rows = {target: None for target, recipe in found if recipe is None}
-            recipes = [((x,), of) for x, of in found if of is not None and x not in by_rows]
         shape = tuple(node._input_metadata[result].shape)
+        joint = joint_recipe(operation, node, sorted(targets), result)
+        if joint is not None:
+            together = tuple([targets[position] for position in sorted(targets)])
+            return cls(number, result, shape, ((together, joint),), ())
+        each = [(targets[x], node_recipe(operation, node, x, result)) for x in sorted(targets)]
+        # A tensor that is read twice has rows of the node if one of the two has no recipe.
+        by_rows = {target: None for target, recipe in each if recipe is None}
+        recipes = [((target,), of) for target, of in each if of and target not in by_rows]
         return cls(number, result, shape, tuple(recipes), tuple(by_rows))
 
 
@@ -128,8 +123,8 @@ class UsePlan:
                 if edge not in targets:
                     targets[edge] = len(made)
                     made.append(_target(edge, graph, numbers))
-            own = {x: targets[node.next_functions[x]] for x in positions}
-            plans += [_ResultPlan.of(node, number, x, own) for x in sorted(results[node])]
+            at = {x: targets[node.next_functions[x]] for x in positions}
+            plans += [_ResultPlan.of(node, number, x, at) for x in sorted(results[node])]
         readers = {graph.nodes[plan.node] for plan in plans}
         leading = nodes_leading_to(readers, graph.nodes)
         last = [x for x in readers if not any(y in leading for y, _ in x.next_functions)]
@@ -156,24 +151,34 @@ class UsePlan:
         tracked = [target.tracked(nodes) for target in self.targets]
         edges = [GradientEdge(nodes[of.edge[0]], of.edge[1]) for of in self.targets]
         uses: list[tuple[NodeUse, int]] = []
-
-        def rows(plan: _ResultPlan, targets: Iterable[int]) -> RowsUse:
-            node, chosen = nodes[plan.node], dict.fromkeys(targets)
-            reads, inputs = tuple([tracked[i] for i in chosen]), tuple([edges[i] for i in chosen])
-            described = recording, len(uses), node.name(), plan.shape
-            return RowsUse(*described, reads, GradientEdge(node, plan.result), inputs)
-
         for plan in self.results:
+            node = nodes[plan.node]
+            output = GradientEdge(node, plan.result)
             if plan.recipes:
-                others = rows(plan, [target for targets, _ in plan.recipes for target in targets])
-                uses.append((_by_recipe(plan, tracked, others), plan.node))
+                read = [target for targets, _ in plan.recipes for target in targets]
+                recipes, fields = _kept(plan, tracked)
+                use = RecipeUse(
+                    *(recording, len(uses), node.name(), plan.shape),
+                    tuple([tracked[i] for i in read]),
+                    recipes,
+                    node_rule(kind_of_node(node.__class__).operation),
+                    output,
+                    fields,
+                    tuple([edges[i] for i in dict.fromkeys(read)]),
+                )
+                uses.append((use, plan.node))
             if plan.by_rows:
-                uses.append((rows(plan, plan.by_rows), plan.node))
+                described = recording, len(uses), node.name(), plan.shape
+                reads = tuple([tracked[i] for i in plan.by_rows])
+                inputs = tuple([edges[i] for i in plan.by_rows])
+                uses.append((RowsUse(*described, reads, output, inputs), plan.node))
         return uses
 
 
-def _by_recipe(plan: _ResultPlan, tracked: Sequence[Tracked], rows: RowsUse) -> RecipeUse:
-    """The use of all that a node reads by recipes."""
+def _kept(
+    plan: _ResultPlan, tracked: Sequence[Tracked]
+) -> tuple[list[KeptRecipe], tuple[str, ...]]:
+    """The recipes of a use with its tensors, and the fields for all of them, in order."""
     recipes: list[KeptRecipe] = []
     fields: list[str] = []
     for targets, (formula, names) in plan.recipes:
@@ -181,10 +186,12 @@ def _by_recipe(plan: _ResultPlan, tracked: Sequence[Tracked], rows: RowsUse) -> 
         fields += names
         operands = tuple([tracked[target] for target in targets])
         recipes.append(KeptRecipe(operands, formula, slice(start, len(fields))))
-    reads = tuple([tracked[target] for targets, _ in plan.recipes for target in targets])
-    rule = node_rule(kind_of_node(rows.edge.node.__class__).operation)
-    described = rows.recording, rows.index, rows.function, rows.shape
-    return RecipeUse(*described, reads, recipes, rule, rows.edge, tuple(fields), rows)
+    return recipes, tuple(fields)
+
+
+def _memory(tensor: Tensor) -> int:
+    """The address of a tensor's memory."""
+    return tensor.untyped_storage().data_ptr()
 
 
 def _target(edge: _NodeResult, graph: Graph, numbers: Mapping[Any, int]) -> _Target:

@@ -46,7 +46,8 @@ class Inferred:
     def of(cls, survey: Survey, objectives: Objectives, most_rows: int) -> tuple[Inferred, Layouts]:
         """By a look at the whole graph, with the layouts there.
 
-        Where uses are read from the graph, rows that are pulled back have ``most_rows`` elements.
+        Where uses are read from the graph, rows that are pulled back have at most ``most_rows``
+        elements.
 
         Raises:
             MixedSamplesError: Samples meet before they reach a use, or it is not known whether they

@@ -280,12 +280,12 @@ def _outside(cotangent: Tensor, mask: Tensor) -> tuple[Tensor]:
     return (torch.where(mask, 0, cotangent),)
 
 
-def _where_largest(cotangent: Tensor, own: Tensor, other: Tensor) -> tuple[Tensor]:
-    return _shared(cotangent, own == other, own < other)
+def _where_largest(cotangent: Tensor, input: Tensor, other: Tensor) -> tuple[Tensor]:
+    return _shared(cotangent, input == other, input < other)
 
 
-def _where_smallest(cotangent: Tensor, own: Tensor, other: Tensor) -> tuple[Tensor]:
-    return _shared(cotangent, own == other, own > other)
+def _where_smallest(cotangent: Tensor, input: Tensor, other: Tensor) -> tuple[Tensor]:
+    return _shared(cotangent, input == other, input > other)
 
 
 def _shared(cotangent: Tensor, is_equal: Tensor, is_left: Tensor) -> tuple[Tensor]:

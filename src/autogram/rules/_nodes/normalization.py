@@ -7,16 +7,19 @@ PyTorch's own gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
-import torch
 from torch import Tensor
 
-from autogram._blocks import Block, Layout
 from autogram.rules._nodes.registry import NodeInput, NodeRecipe, of_nodes
 from autogram.rules._recipe import Formula, formula_of, positions, promoted
-from autogram.rules.normalization import blocks_by_group, by_batch, standardize, weight_formula
+from autogram.rules.normalization import (
+    blocks_by_group,
+    by_batch,
+    have_digits,
+    standardize,
+    weight_formula,
+)
 
 _SAVED = ("input", "result1", "result2")
 
@@ -97,31 +100,13 @@ def _normalized_by_batch(
     eps: float, cotangent: Tensor, input: Tensor, *statistics: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The cotangent and x^, with the saved statistics where these are precise enough."""
-    if not _have_digits(statistics):
+    if not have_digits(*statistics):
         return cotangent, by_batch(*promoted(input), eps=eps)
     shape = (1, -1) + (1,) * (input.dim() - 2)
     input, mean, inverse = promoted(input, *statistics)
     return cotangent, (input - mean.view(shape)) * inverse.view(shape)
 
 
-def _have_digits(statistics: Sequence[Tensor]) -> bool:
-    return all(x.dtype in (torch.float32, torch.float64) for x in statistics)
-
-
 @lru_cache(maxsize=4096)
 def _of_groups(dims: str, groups: int, eps: float, has_weight: bool, has_bias: bool) -> Formula:
-    return Formula(dims, partial(_by_group, dims, groups, eps, has_weight, has_bias))
-
-
-def _by_group(
-    dims: str,
-    groups: int,
-    eps: float,
-    has_weight: bool,
-    has_bias: bool,
-    layout: Layout | None,
-    *tensors: Tensor,
-) -> Iterator[Block]:
-    """The blocks of weight and bias, with the saved statistics where these are precise enough."""
-    given = tensors if _have_digits(tensors[2:]) else tensors[:2]
-    return blocks_by_group(dims, groups, eps, has_weight, has_bias, layout, *given)
+    return Formula(dims, partial(blocks_by_group, dims, groups, eps, has_weight, has_bias))

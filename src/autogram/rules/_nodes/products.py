@@ -59,12 +59,12 @@ def _trilinear(read: NodeInput) -> NodeRecipe | None:
         "".join([label for dim, label in enumerate(labels) if dim not in dims])
         for dims in (read.number("sumdim"), *left_out)
     )
-    own = terms.pop(read.position)
-    given = ",".join((output, *terms))
-    if not set(own) <= set(given):
+    target = terms.pop(read.position)
+    factors = ",".join((output, *terms))
+    if not set(target) <= set(factors):
         return None  # summed over and in this tensor alone
     fields = [field for i, field in enumerate(("i1", "i2", "i3")) if i != read.position]
-    return NodeRecipe(formula_of(f"{given}->{own}", is_complex=read.is_complex), tuple(fields))
+    return NodeRecipe(formula_of(f"{factors}->{target}", is_complex=read.is_complex), tuple(fields))
 
 
 @of_nodes("GroupedMm")

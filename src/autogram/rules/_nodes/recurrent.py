@@ -91,6 +91,6 @@ def _chosen(
 ) -> list[Block]:
     """Some of the blocks of a replay, which needs the input with time first."""
     input = input.transpose(0, 1) if is_batch_first else input
-    given = replay.blocks(layout, cotangent, input, *tensors)
-    blocks = enumerate(islice(given, max(numbers) + 1))
+    replayed = replay.blocks(layout, cotangent, input, *tensors)
+    blocks = enumerate(islice(replayed, max(numbers) + 1))
     return [block for number, block in blocks if number in numbers]

@@ -219,15 +219,15 @@ def read_fields(node: Any, fields: tuple[str, ...]) -> tuple[Tensor, ...] | None
     A field may hold several tensors, with gaps between them: gaps are skipped.
     No formula accepts a tensor that is not dense, such as a sparse matrix.
     """
-    found: list[Tensor] = []
+    dense: list[Tensor] = []
     for field in fields:
         saved = getattr(node, f"_saved_{field}")
         several = saved if isinstance(saved, (list, tuple)) else (saved,)
         tensors = [x.detach() for x in several if x is not None]
         if not tensors or any(x.layout != torch.strided for x in tensors):
             return None
-        found += tensors
-    return tuple(found)
+        dense += tensors
+    return tuple(dense)
 
 
 def addend_at(

@@ -53,8 +53,8 @@ def _solved(left: bool, upper: bool | None, is_unit: bool, *tensors: Tensor) -> 
     if upper is None:
         return -torch.linalg.solve(matrix.mT, cotangent, left=left), solution
     options: dict[str, Any] = {"upper": not upper, "left": left, "unitriangular": is_unit}
-    given = -torch.linalg.solve_triangular(matrix.mT, cotangent, **options)
-    return given, solution, triangle_of(matrix, upper, is_unit)
+    of_right_side = -torch.linalg.solve_triangular(matrix.mT, cotangent, **options)
+    return of_right_side, solution, triangle_of(matrix, upper, is_unit)
 
 
 @of_nodes("Cdist", "EuclideanDist")
@@ -70,18 +70,18 @@ def _distance(read: NodeInput) -> NodeRecipe | None:
 
 
 def _from_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    cotangent, own, other, distances = promoted(*tensors)
-    return _differences(cotangent, own, other, distances)
+    cotangent, points, others, distances = promoted(*tensors)
+    return _differences(cotangent, points, others, distances)
 
 
 def _from_second(*tensors: Tensor) -> tuple[Tensor, ...]:
-    cotangent, other, own, distances = promoted(*tensors)
-    return _differences(cotangent, own, other, distances)
+    cotangent, others, points, distances = promoted(*tensors)
+    return _differences(cotangent, points, others, distances)
 
 
 def _differences(
-    cotangent: Tensor, own: Tensor, other: Tensor, distances: Tensor
+    cotangent: Tensor, points: Tensor, others: Tensor, distances: Tensor
 ) -> tuple[Tensor, ...]:
-    """Factors with all dimensions of the result, even where the other points are broadcast."""
-    other = other.expand(*distances.shape[:-2], *other.shape[-2:])
-    return differences(cotangent, own, other, distances)
+    """Factors with all dimensions of the result, even where the others points are broadcast."""
+    others = others.expand(*distances.shape[:-2], *others.shape[-2:])
+    return differences(cotangent, points, others, distances)

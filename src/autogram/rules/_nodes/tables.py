@@ -106,6 +106,6 @@ def _read_bags(
     """The block of sums of rows."""
     has_last = len(offsets) > cotangent.shape[1]
     bags = partial(in_bags, offsets=offsets, include_last_offset=has_last)
-    own = None if weights is None else bags(weights)[0]
-    reads = weighted_reads(*bags(indices), own, padding, is_mean, cotangent.dtype)
+    factors = None if weights is None else bags(weights)[0]
+    reads = weighted_reads(*bags(indices), factors, padding, is_mean, cotangent.dtype)
     return read_bags(size, layout, cotangent, *reads)

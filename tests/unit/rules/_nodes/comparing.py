@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from autogram.rules._nodes import node_recipe, read_fields
 from tests.unit._blocks.rows import Layout, layouts_of, of_each_sample, rows_of
 
 OBJECTIVES = 2
+# Without oneDNN, PyTorch composes an LSTM of other nodes.
+HAS_MKLDNN = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
 
 
 def operation_of(node: Any) -> str:

@@ -19,6 +19,7 @@ from autogram.rules._nodes import (
 )
 from tests.unit._blocks.rows import layouts_of, rows_of
 from tests.unit.rules._nodes.comparing import (
+    HAS_MKLDNN,
     compared,
     inputs_of,
     nodes_behind,
@@ -165,11 +166,15 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", READS)
-@pytest.mark.parametrize("shape", [(4, 3), (4, 1), (4,), (4, 2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, shape) for name in READS for shape in ((4, 3), (4, 1))),
+        *((name, shape) for name in READS if name not in OF_TABLES for shape in ((4,), (4, 2, 3))),
+    ],
+    ids=str,
+)
 def test_reads_of_rows(name: str, shape: tuple[int, ...]) -> None:
-    if len(shape) != 2 and name in OF_TABLES:
-        pytest.skip("A table has two dimensions.")
     p = parameter(*shape)
     assert_compared(READS[name](p), p)
 
@@ -360,7 +365,11 @@ def group_norm() -> Any:
 
 @pytest.mark.parametrize(
     ("make", "positions", "number"),
-    [(lstm, (1, 2, 3, 4), 0), (lstm, (2, 4), 1), (group_norm, (1, 2), 0)],
+    [
+        pytest.param(lstm, (1, 2, 3, 4), 0, marks=HAS_MKLDNN),
+        pytest.param(lstm, (2, 4), 1, marks=HAS_MKLDNN),
+        (group_norm, (1, 2), 0),
+    ],
 )
 def test_blocks_of_several_inputs(
     make: Callable[[], Any], positions: tuple[int, ...], number: int
@@ -368,8 +377,7 @@ def test_blocks_of_several_inputs(
     """They are those of the inputs one by one, from one formula."""
     node = make()
     operation = operation_of(node)
-    if operation not in registered_operations():
-        pytest.skip(f"PyTorch {torch.__version__} composes this of other nodes here.")
+    assert operation in registered_operations()
     result = node._input_metadata[number]
     cotangent = torch.randn(2, *result.shape, dtype=result.dtype)
     joint = joint_recipe(operation, node, positions, number)

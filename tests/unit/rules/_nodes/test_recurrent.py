@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from autogram.rules._nodes import node_recipe
-from tests.unit.rules._nodes.comparing import compared, inputs_of, nodes_behind, operation_of
+from tests.unit.rules._nodes.comparing import (
+    HAS_MKLDNN,
+    compared,
+    inputs_of,
+    nodes_behind,
+    operation_of,
+)
 
 pytestmark = pytest.mark.cpu
 WEIGHTS = [1, 2, 3, 4]
@@ -17,11 +23,11 @@ def layers_of(x: Tensor, **options: Any) -> list[Any]:
     """The nodes of the layers of an LSTM, in single precision, of which PyTorch has the kernel."""
     module = nn.LSTM(3, 2, dtype=torch.float32, **options)
     nodes = [node for node in nodes_behind(module(x)) if operation_of(node) == "MkldnnRnnLayer"]
-    if not nodes:
-        pytest.skip(f"PyTorch {torch.__version__} composes an LSTM of other nodes here.")
+    assert nodes
     return nodes
 
 
+@HAS_MKLDNN
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize(
     "options",
@@ -37,11 +43,13 @@ def test_weights_of_a_layer(number: int, options: dict[str, Any]) -> None:
         assert [i for i, _ in inputs_of(node) if compared(node, i, number)] == weights
 
 
+@HAS_MKLDNN
 def test_a_single_sequence() -> None:
     (node,) = layers_of(torch.randn(5, 3, dtype=torch.float32))
     assert all(compared(node, position) for position in WEIGHTS)
 
 
+@HAS_MKLDNN
 def test_inputs_and_states_have_no_rule() -> None:
     x = torch.randn(5, 4, 3, dtype=torch.float32).requires_grad_()
     states = [torch.randn(1, 4, 2, dtype=torch.float32).requires_grad_() for _ in range(2)]
