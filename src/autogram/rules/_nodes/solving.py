@@ -82,6 +82,6 @@ def _from_second(*tensors: Tensor) -> tuple[Tensor, ...]:
 def _differences(
     cotangent: Tensor, points: Tensor, others: Tensor, distances: Tensor
 ) -> tuple[Tensor, ...]:
-    """Factors with all dimensions of the result, even where the others points are broadcast."""
+    """Factors with all dimensions of the result, even if the other points are broadcast."""
     others = others.expand(*distances.shape[:-2], *others.shape[-2:])
     return differences(cotangent, points, others, distances)
